@@ -1,0 +1,1 @@
+"""Backend contract, backends and selection: every device difference goes through here."""

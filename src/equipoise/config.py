@@ -1,0 +1,19 @@
+"""Base class of every configuration section.
+
+A section is a frozen pydantic model that lives beside the class it configures. Unknown keys are errors, and
+the docstring under each field is its help text and its entry in `docs/configuration.md`.
+"""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Config(BaseModel):
+    """Frozen, typo-proof settings; see the module docstring."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )

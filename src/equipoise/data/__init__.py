@@ -1,0 +1,1 @@
+"""Text sources, tokenizers, packing and the resumable loader."""

@@ -1,0 +1,1 @@
+"""Token dispatchers: rows to the ranks that own their experts, and back."""

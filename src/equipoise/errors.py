@@ -1,0 +1,25 @@
+"""Errors that end a run with a message for the user. Each says what was given, what was expected, what to do."""
+
+
+class EquipoiseError(Exception):
+    """Base of the errors below; the command line prints its text without a traceback and exits with 1."""
+
+
+class ConfigError(EquipoiseError, ValueError):
+    """A setting is unknown, malformed, or impossible in combination with another."""
+
+
+class DataError(EquipoiseError, ValueError):
+    """Training data is missing, empty, too short or unreadable."""
+
+
+class CheckpointError(EquipoiseError):
+    """A checkpoint cannot be written, or is missing, incomplete or of another model."""
+
+
+class RankFailure(EquipoiseError, RuntimeError):  # noqa: N818 - the field says "rank failure"
+    """A rank died or is late; names the group, the operation and who is missing."""
+
+
+class NonFiniteLossError(EquipoiseError, ArithmeticError):
+    """The loss or the gradient norm is NaN or infinite; parameters were left as they were before the step."""

@@ -1,0 +1,1 @@
+"""Decoder-only MoE language models with Hugging Face field names."""

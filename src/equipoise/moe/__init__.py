@@ -1,0 +1,1 @@
+"""Router, experts, MoE layer, auxiliary losses and the selection bias."""

@@ -1,0 +1,1 @@
+"""Presets: TOML files that `equipoise train NAME` finds by name."""

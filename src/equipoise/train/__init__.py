@@ -1,0 +1,1 @@
+"""Configuration tree, trainer, optimizer, schedule, metrics and console."""
