@@ -37,7 +37,7 @@ class RanksFailed(AssertionError):  # noqa: N818 - reads as a sentence in a test
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended. `exit_code`: negative for a signal; None: still running, and killed by the harness."""
+    """How one rank ended. `exit_code`: negative for a signal; None: killed by the harness while running."""
 
     rank: int
     exit_code: int | None
