@@ -116,7 +116,6 @@ def build_meshes(sizes: AxisSizes, world: World) -> Meshes:
         for r in range(sizes.replicate)
     ]
     create = world.groups.create_partition
-    everyone = world.groups.create("everyone", list(range(sizes.world)))
     ep = create("ep", [ranks for block in grid for ranks in block])
     efsdp = create("efsdp", [list(ranks) for block in grid for ranks in zip(*block)])
     shard = create("shard", [[rank for row in block for rank in row] for block in grid])
@@ -135,4 +134,4 @@ def build_meshes(sizes: AxisSizes, world: World) -> Meshes:
         replicate = create("replicate", [list(column) for column in zip(*rows)])
         dense = mesh([replicate, shard], rows, ("replicate", "shard"))
         experts = mesh([replicate, efsdp, ep], grid, ("replicate", "efsdp", "ep"))
-    return Meshes(sizes, dense, experts, everyone)
+    return Meshes(sizes, dense, experts, world.group)

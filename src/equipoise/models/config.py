@@ -94,7 +94,9 @@ class ModelConfig(Config):
                 f"choose one of {_divisors(self.num_experts)}"
             )
         elif self.topk_group > self.n_group:
-            problems.append(f"topk_group is {self.topk_group} but n_group is {self.n_group}: choose 1 to {self.n_group}")
+            problems.append(
+                f"topk_group is {self.topk_group} but n_group is {self.n_group}: choose 1 to {self.n_group}"
+            )
         elif self.topk_group * (self.num_experts // self.n_group) < self.num_experts_per_tok:
             problems.append(
                 f"topk_group {self.topk_group} of n_group {self.n_group} leaves "
