@@ -63,7 +63,8 @@ def derive_axes(parallel: ParallelConfig, world_size: int, num_experts: int) -> 
     if shard % ep:
         raise ConfigError(
             f"parallel.ep_size is {ep}, which does not divide {shard} ranks (world size {world_size} / "
-            f"parallel.replicate_size {replicate}): choose one of {_divisors(shard)}, or start another number of processes"
+            f"parallel.replicate_size {replicate}): choose one of {_divisors(shard)}, or start another number of "
+            "processes"
         )
     if num_experts % ep:
         valid = [d for d in _divisors(num_experts) if shard % d == 0]

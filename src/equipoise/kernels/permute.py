@@ -128,12 +128,12 @@ def combine(
 class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RD, order_R, inverse_R):
-        ctx.save_for_backward(order_R, inverse_R)
+        ctx.save_for_backward(inverse_R)
         return rows_RD.index_select(0, order_R)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        order_R, inverse_R = ctx.saved_tensors
+        (inverse_R,) = ctx.saved_tensors
         return grad_RD.index_select(0, inverse_R), None, None
 
 

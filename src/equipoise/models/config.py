@@ -35,7 +35,8 @@ class ModelConfig(Config):
     n_shared_experts: int = Field(0, ge=0)
     """Experts that every token passes through, fused into one feed-forward of this many times moe_intermediate_size."""
     norm_topk_prob: bool = False
-    """Whether the top-k weights are scaled to sum to 1. Released Qwen3-MoE weights set true; the family's default is false."""
+    """Whether the top-k weights are scaled to sum to 1. Released Qwen3-MoE weights say true; the family's default is
+    false."""
     mlp_only_layers: tuple[int, ...] = ()
     """Indices of layers that are dense."""
     decoder_sparse_step: PositiveInt = 1

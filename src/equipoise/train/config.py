@@ -29,7 +29,8 @@ class LoopConfig(Config):
     seed: int = Field(0, ge=0)
     """Seed of the initial weights and of the data order."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; master weights are FP32 either way. auto is bfloat16 on an accelerator that has it, else float32."""
+    """Compute dtype; master weights are FP32 either way. auto is bfloat16 on an accelerator that has it, otherwise
+    float32."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activations run again in backward to save memory: full keeps only layer inputs and routing decisions,
     selective also keeps attention and dense products."""

@@ -166,7 +166,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Held-out loss per token and per byte; nothing that training counts is touched. Empty without held-out data."""
+        """Held-out loss per token and per byte; touches nothing that training counts. Empty without held-out data."""
         if self.datasets.held_out is None:
             return {}
         loop, world = self.config.train, self.world
