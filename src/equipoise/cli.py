@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 RUNS = Path("runs")
+WORKER_PROGRAM = (sys.executable, "-m", "equipoise")
 
 main = typer.Typer(
     help="Train Mixture-of-Experts language models with expert parallelism.",
@@ -69,7 +70,8 @@ def _train_help() -> str:
     return (
         "Train a model from RECIPE (a preset's name or a TOML file) and settings.\n\n"
         "Any setting of the recipe can be given as --section.key VALUE. With torchrun, or another launcher "
-        "that sets RANK and WORLD_SIZE, the process joins the others; without, it starts the workers itself.\n\n"
+        "that sets RANK and WORLD_SIZE, the process joins the others; without, it starts the workers "
+        "itself.\n\n"
         "\b\nExamples:\n"
         "  equipoise train demo --nproc-per-node 2\n"
         "  equipoise train demo --train.steps 200 --optimizer.lr=1e-3 --out runs/mine\n"
@@ -80,8 +82,8 @@ def _train_help() -> str:
         "\b\nSettings:\n"
         "  equipoise train --help-config                 all keys with type, range, default, meaning\n"
         "  equipoise train --help-config model           those of one section\n\n"
-        "Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 128 + n stopped "
-        "by signal n after saving."
+        "Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 128 + n "
+        "stopped by signal n after saving."
     )
 
 
@@ -153,7 +155,7 @@ def _train(
         with launch.world_of_one():
             run()
     else:
-        launch.launch(count, [sys.executable, "-m", "equipoise", *command])
+        launch.launch(count, [*WORKER_PROGRAM, *command])
 
 
 def _run_here(config: "BaseModel", out: Path, argv: Sequence[str], resume: bool) -> None:

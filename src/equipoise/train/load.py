@@ -113,6 +113,7 @@ class _Values:
             elif section is not None and isinstance(value, dict):
                 if section.optional:
                     self.set(key, {}, given, origin)
+                self.flat.setdefault(key, {})
                 yield from self._add_table(key, value, origin)
             elif section is not None and section.optional and is_none:
                 self.set(key, None, given, origin)
@@ -151,10 +152,9 @@ def _translate(error: ValidationError, values: _Values) -> Iterator[Problem]:
         given, origin = values.given.get(key), values.origin.get(key)
         own_message = item["type"] in ("value_error", "assertion_error")
         message = str(item["ctx"]["error"]) if own_message else item["msg"]
-        if item["type"] == "missing":
-            name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "missing" and key.count(".") + 1 == len(item["loc"]):
             expected = schema.settings[key].expected if key in schema.settings else "a section"
-            yield Problem(name, f"missing; expected {expected}; set it in the recipe or with --{name}")
+            yield Problem(key, f"missing; expected {expected}; set it in the recipe or with --{key}")
         elif key in schema.settings and not own_message:
             yield Problem(key, f"expected {schema.settings[key].expected}", given, origin)
         elif key in schema.settings:

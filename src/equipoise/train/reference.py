@@ -29,7 +29,7 @@ equipoise train demo --train.steps 200 --optimizer.lr=1e-3 --model.num-experts 1
 
 
 def render_reference(root: type[BaseModel]) -> str:
-    """The reference page of `root` in Markdown: key, type and range, default and help in one table a section."""
+    """The reference page of `root` in Markdown: one table for each section."""
     schema = read_schema(root)
     parts = [_INTRODUCTION]
     for section in schema.sections.values():

@@ -25,7 +25,8 @@ class StopSignals:
 
     A signal reaches one process while the others may not see it, so the ranks have to agree on
     `requested` (a maximum over ranks) before they act on it. An entered instance passes signals on to one
-    that was entered before it. Outside the main thread Python allows no handlers, and entering changes nothing.
+    that was entered before it. Outside the main thread Python allows no handlers: entering changes
+    nothing there.
     """
 
     def __init__(self) -> None:
