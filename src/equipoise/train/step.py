@@ -16,7 +16,7 @@ from equipoise.distributed.mesh import Meshes
 from equipoise.models.model import ModelOutput, MoEForCausalLM
 from equipoise.moe.bias import update_selection_bias
 from equipoise.moe.layer import MoELayer
-from equipoise.train.metrics import rank_imbalance
+from equipoise.train.load_statistics import rank_imbalance
 from equipoise.train.timing import PhaseTimer
 
 
@@ -53,6 +53,7 @@ class StepResult:
     loss: mean cross-entropy per valid token, nats. aux_loss, z_loss: mean over MoE layers, before their weights.
     counts_LE: int64 tokens of each expert over all ranks and microbatches.
     rank_imbalance_L: max over mean of the rank loads in an EP group, mean over microbatches and EP groups.
+    rank_imbalance_max: the largest of any layer, microbatch and EP group.
     """
 
     loss: float
@@ -62,6 +63,7 @@ class StepResult:
     num_tokens: int
     counts_LE: torch.Tensor
     rank_imbalance_L: torch.Tensor
+    rank_imbalance_max: float
     stop_requested: bool
 
 
@@ -121,28 +123,33 @@ class TrainStep:
         self, sums: list[torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool
     ) -> tuple[StepResult, torch.Tensor]:
         """Sums a step's results over the ranks; returns them and the gradient norm as a device scalar."""
-        sizes = self.meshes.sizes
+        sizes, everyone = self.meshes.sizes, self.meshes.everyone
         group_counts_NLE = counts_NLE
         if sizes.ep > 1:
             group_counts_NLE = counts_NLE.clone()
             dist.all_reduce(group_counts_NLE, group=self.meshes.ep_group)
-        imbalance_L = rank_imbalance(group_counts_NLE, sizes.ep).float().mean(0) / sizes.world
+        imbalance_NL = rank_imbalance(group_counts_NLE, sizes.ep)
+        worst = torch.ones((), dtype=torch.float64, device=self.device)
+        if imbalance_NL.numel():
+            worst = torch.maximum(worst, imbalance_NL.max())
+        largest = torch.stack([worst, worst.new_tensor(float(stop))])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=everyone)
         norm = global_grad_norm(self.parameters, self.meshes.shard_group)
-        loss, aux, z, counts_LE, imbalance_L, stops = all_reduce_sum(
-            [*sums, counts_NLE.sum(0), imbalance_L, torch.tensor(float(stop), device=self.device)],
-            self.meshes.everyone,
+        *losses, counts_LE, imbalance_L = all_reduce_sum(
+            [*sums, counts_NLE.sum(0), imbalance_NL.mean(0) / sizes.world], everyone
         )
         # The step's one wait for the device: whether the update may be made has to be known on the host.
-        values = torch.stack([loss, aux, z, norm, stops]).tolist()
+        loss, aux, z, grad_norm, worst_imbalance, stops = torch.stack([*losses, norm, *largest]).tolist()
         result = StepResult(
-            loss=values[0],
-            aux_loss=values[1],
-            z_loss=values[2],
-            grad_norm=values[3],
+            loss=loss,
+            aux_loss=aux,
+            z_loss=z,
+            grad_norm=grad_norm,
             num_tokens=num_tokens,
             counts_LE=counts_LE,
             rank_imbalance_L=imbalance_L,
-            stop_requested=values[4] > 0,
+            rank_imbalance_max=worst_imbalance,
+            stop_requested=stops > 0,
         )
         return result, norm
 
