@@ -36,8 +36,8 @@ class TokenizedDocuments:
 
 @dataclass(frozen=True)
 class Datasets:
-    """`train`, `held_out` (None where `eval_fraction` is 0), which share no document, and the tokenizer of
-    both."""
+    """`train`, `held_out` (None where `eval_fraction` is 0 or no document can be cut), which share no
+    document, and the tokenizer of both."""
 
     train: TokenDataset
     held_out: TokenDataset | None
@@ -145,8 +145,10 @@ def _split_longest(
     begin, end = int(documents.starts[longest]), int(documents.starts[longest + 1])
     wanted = max(round(len(documents.tokens) * eval_fraction), 2)
     cut = max(end - wanted, begin + int(lengths[longest]) // 2)
-    if cut == begin or end - cut < 2:
+    if end - cut < 2:
+        logger.warning("no document is long enough to hold a part of it out; there will be no evaluation")
         return documents, None
+    logger.info("too few documents to hold whole ones out: the end of the longest, %d tokens, is", end - cut)
     tokens = np.concatenate([documents.tokens[:cut], documents.tokens[end - 1 : end], documents.tokens[end:]])
     shorter = lengths.copy()
     shorter[longest] = cut - begin + 1

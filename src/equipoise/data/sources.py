@@ -88,6 +88,11 @@ def _files(config: DataConfig) -> Iterator[Path]:
                 "'stdlib', 'random', a text, .jsonl or .parquet file, a folder, or hf://owner/name"
             )
         if not root.is_dir():
+            if config.include is not None:
+                raise DataError(
+                    f"data.include {config.include!r} needs a folder, and data.source {config.source!r} is a "
+                    "file; leave it unset"
+                )
             yield root
             return
         pattern = config.include or "**/*"
