@@ -29,6 +29,8 @@ GRACE_S = 60
 """Seconds that workers get to save after a signal before they are killed."""
 _RUN_ID_PREFIX = "equipoise-"
 _LOCALHOST = "127.0.0.1"
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of a worker that was told to end, by the agent as a rule."""
 _AGENT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
@@ -202,8 +204,7 @@ def describe_failures(failures: "Mapping[int, ProcessFailure]", count: int) -> L
 
     def order(rank: int) -> tuple[bool, bool, int, int]:
         failure = failures[rank]
-        ended_by_agent = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        return ended_by_agent, failure.exitcode >= 0, failure.timestamp, rank
+        return failure.exitcode in _STOPPED, failure.exitcode >= 0, failure.timestamp, rank
 
     first, *others = sorted(failures, key=order)
     failure = failures[first]
@@ -218,6 +219,8 @@ def describe_failures(failures: "Mapping[int, ProcessFailure]", count: int) -> L
 
 
 def _how_it_ended(exit_code: int) -> str:
+    if exit_code in _STOPPED:
+        return "was stopped"
     if exit_code >= 0:
         return f"failed with exit code {exit_code}"
     name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
