@@ -58,17 +58,13 @@ class Run:
     def traces(self) -> dict[int, dict[str, str]]:
         """What each rank left in the run folder so far."""
         files = sorted(self.out.glob("rank-[0-9]"))
-        return {
-            int(f.name[5:]): dict(line.split("=", 1) for line in f.read_text().splitlines()) for f in files
-        }
+        return {int(f.name[5:]): dict(line.split("=", 1) for line in f.read_text().splitlines()) for f in files}
 
     def pids(self) -> list[int]:
         return [int(trace["pid"]) for trace in self.traces().values()]
 
     def started(self, count: int) -> None:
-        until(
-            lambda: len(self.traces()) == count or self.process.poll() is not None, f"{count} ranks started"
-        )
+        until(lambda: len(self.traces()) == count or self.process.poll() is not None, f"{count} ranks started")
         assert len(self.traces()) == count, self.wait()
 
     def end(self) -> None:
@@ -95,9 +91,7 @@ def test_workers_get_a_place_a_share_of_the_cores_and_the_same_arguments(start: 
     run = start("--nproc-per-node", "2", "--train.steps", "3", "--no-resume")
     assert run.wait() == (0, "")
     traces = run.traces()
-    assert {
-        (t["RANK"], t["LOCAL_RANK"], t["WORLD_SIZE"], t["LOCAL_WORLD_SIZE"]) for t in traces.values()
-    } == {
+    assert {(t["RANK"], t["LOCAL_RANK"], t["WORLD_SIZE"], t["LOCAL_WORLD_SIZE"]) for t in traces.values()} == {
         ("0", "0", "2", "2"),
         ("1", "1", "2", "2"),
     }
@@ -144,6 +138,14 @@ def test_a_signal_reaches_every_worker_which_saves_before_the_end(
     assert not any(alive(pid) for pid in run.pids())
 
 
+def test_a_signal_to_one_worker_alone_is_a_stop_and_no_failure(start: Callable[..., Run]) -> None:
+    run = start("--nproc-per-node", "2", "--train.behaviour", "wait")
+    run.started(2)
+    os.kill(run.pids()[1], signal.SIGTERM)
+    assert run.wait() == (128 + signal.SIGTERM, "")
+    assert (run.out / "saved-1").exists()
+
+
 def test_a_worker_that_heeds_no_signal_is_killed_after_the_grace_period(start: Callable[..., Run]) -> None:
     run = start("--nproc-per-node", "2", "--train.behaviour", "stubborn", TOY_GRACE_S="1")
     run.started(2)
@@ -187,9 +189,7 @@ def test_under_a_launcher_it_joins_and_starts_nothing(start: Callable[..., Run])
 def test_any_command_can_be_launched_and_its_exit_code_is_reported() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     program = "import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)"
-    with pytest.raises(
-        LaunchError, match="rank 1 of 2 failed with exit code 3; its own output is above"
-    ) as caught:
+    with pytest.raises(LaunchError, match="rank 1 of 2 failed with exit code 3; its own output is above") as caught:
         launch(2, [sys.executable, "-c", program])
     assert caught.value.exit_code == 1
     assert {number: signal.getsignal(number) for number in before} == before
