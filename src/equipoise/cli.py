@@ -103,9 +103,7 @@ def train(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            show_default="a new folder under runs/", help="Run folder: settings, metrics, checkpoints."
-        ),
+        typer.Option(show_default="a new folder under runs/", help="Run folder: settings, metrics, checkpoints."),
     ] = None,
     resume: Annotated[
         bool,

@@ -101,9 +101,7 @@ def _communication() -> Report:
     accelerator = get_accelerator()
     checks = {name: getattr(dist, f"is_{name}_available", None) for name in _BACKENDS}
     return {
-        "available": {
-            name: bool(dist.is_available() and check and check()) for name, check in checks.items()
-        },
+        "available": {name: bool(dist.is_available() and check and check()) for name, check in checks.items()},
         "device": accelerator.communication_backend(),
         "world": accelerator.world_backend(),
     }
@@ -216,11 +214,7 @@ def _words(value: Any) -> str:
         return ", ".join(f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items())
     if isinstance(value, list):
         return "; ".join(_words(item) for item in value)
-    return (
-        {True: "yes", False: "no", None: "none"}.get(value, str(value))
-        if not isinstance(value, str)
-        else value
-    )
+    return {True: "yes", False: "no", None: "none"}.get(value, str(value)) if not isinstance(value, str) else value
 
 
 def _memory(memory: Mapping[str, Any] | None) -> str:

@@ -29,6 +29,8 @@ GRACE_S = 60
 """Seconds that workers get to save after a signal before they are killed."""
 _RUN_ID_PREFIX = "equipoise-"
 _LOCALHOST = "127.0.0.1"
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of a worker that was told to end, by the agent as a rule."""
 _AGENT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
@@ -41,7 +43,7 @@ class LaunchError(RankFailure):
 
 
 class LaunchStopped(BaseException):
-    """The launching process received a signal; the workers had `GRACE_S` to save and are gone.
+    """The run was stopped by a signal; the workers had `GRACE_S` to save and are gone.
 
     Not an `Exception`, so that no handler of errors takes a wanted stop for a failure.
     """
@@ -129,7 +131,7 @@ def launch(count: int, command: Sequence[str]) -> None:
     Raises:
         LaunchError: a worker failed; names the rank, its exit code or signal, and its message.
         LaunchStopped: this process was told to stop; the workers received the same signal and got `GRACE_S`
-            seconds (30 under torch 2.11, where the agent has no such setting).
+            seconds (30 under torch 2.11, where the agent has no such setting). Or a worker was, and all saved.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -156,6 +158,9 @@ def launch(count: int, command: Sequence[str]) -> None:
         with environment({"OMP_NUM_THREADS": threads}), _quiet_agent(), _handlers_put_back():
             elastic_launch(LaunchConfig(**settings), command[0])(*command[1:])
     except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if codes <= {128 + signal.SIGTERM, 128 + signal.SIGINT}:  # the signal was sent to a worker itself
+            raise LaunchStopped(min(codes) - 128) from None
         raise describe_failures(error.failures, count) from None
     except SignalException as stop:
         raise LaunchStopped(int(stop.sigval)) from None
@@ -202,8 +207,7 @@ def describe_failures(failures: "Mapping[int, ProcessFailure]", count: int) -> L
 
     def order(rank: int) -> tuple[bool, bool, int, int]:
         failure = failures[rank]
-        ended_by_agent = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        return ended_by_agent, failure.exitcode >= 0, failure.timestamp, rank
+        return failure.exitcode in _STOPPED, failure.exitcode >= 0, failure.timestamp, rank
 
     first, *others = sorted(failures, key=order)
     failure = failures[first]
@@ -213,11 +217,12 @@ def describe_failures(failures: "Mapping[int, ProcessFailure]", count: int) -> L
     also = [f"rank {r} {_how_it_ended(failures[r].exitcode)}" for r in sorted(others)]
     if also:
         text += f"\n({'; '.join(also[:4])}{'; ...' if len(also) > 4 else ''})"
-    stopped = failure.exitcode > 128  # a worker that saved after a signal sent to it alone
-    return LaunchError(text, failure.exitcode if stopped or failure.exitcode == 2 else 1)
+    return LaunchError(text, 2 if failure.exitcode == 2 else 1)
 
 
 def _how_it_ended(exit_code: int) -> str:
+    if exit_code in _STOPPED:
+        return "was stopped"
     if exit_code >= 0:
         return f"failed with exit code {exit_code}"
     name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"

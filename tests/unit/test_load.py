@@ -60,9 +60,7 @@ def test_lists_are_replaced_and_not_joined(tmp_path: Path) -> None:
 
 def test_none_in_a_recipe_clears_optional_settings_and_sections(tmp_path: Path) -> None:
     write(tmp_path, 'label = "x"\n[optimizer]\nclip = 2\n[balance]\nslots = 2\n', "a.toml")
-    recipe = write(
-        tmp_path, 'extends = "a.toml"\nlabel = "none"\nbalance = "none"\n[optimizer]\nclip = "none"\n'
-    )
+    recipe = write(tmp_path, 'extends = "a.toml"\nlabel = "none"\nbalance = "none"\n[optimizer]\nclip = "none"\n')
     config = load_config(ToyConfig, recipe)
     assert (config.label, config.balance, config.optimizer.clip) == (None, None, None)
     assert load_config(ToyConfig, recipe, ["--balance.mode=fast"]).balance.slots == 1
@@ -75,12 +73,9 @@ def test_an_empty_table_switches_an_optional_section_on(tmp_path: Path) -> None:
 def test_everything_wrong_is_reported_at_once_with_its_origin(tmp_path: Path) -> None:
     recipe = write(
         tmp_path,
-        '[model]\nnum_expert = 8\nnum_experts = 0\n[train]\nsteps = "5"\n[trian]\nsteps = 3\n'
-        "[optimizer]\nlr = 0.1\n",
+        '[model]\nnum_expert = 8\nnum_experts = 0\n[train]\nsteps = "5"\n[trian]\nsteps = 3\n[optimizer]\nlr = 0.1\n',
     )
-    message = error(
-        recipe, "--optimizer.lr", "2", "--train.stpes", "4", "--data.names", "stray", "--lr=1", "x"
-    )
+    message = error(recipe, "--optimizer.lr", "2", "--train.stpes", "4", "--data.names", "stray", "--lr=1", "x")
     assert message.splitlines() == [
         "The configuration has 8 problems:",
         "  train.stpes = 4 (command line): unknown key; did you mean train.steps?",
@@ -117,8 +112,7 @@ def test_unknown_keys_get_the_nearest_right_name(key: str, hint: str) -> None:
 
 def test_impossible_combinations_give_the_validators_own_words() -> None:
     assert error(None, "--model.num-experts-per-tok", "5") == (
-        "The configuration has a problem:\n"
-        "  model: model.num_experts_per_tok is 5: at most model.num_experts (4)"
+        "The configuration has a problem:\n  model: model.num_experts_per_tok is 5: at most model.num_experts (4)"
     )
     assert error(None, "--train.ep_size", "3") == (
         "The configuration has a problem:\n  train.ep_size is 3: it must divide model.num_experts (4)"

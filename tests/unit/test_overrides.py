@@ -207,9 +207,7 @@ def test_an_optional_section_is_switched_by_its_own_name() -> None:
         (["demo", "extra"], "demo", ["extra"]),
     ],
 )
-def test_the_recipe_is_found_among_the_settings(
-    arguments: list[str], recipe: str | None, rest: list[str]
-) -> None:
+def test_the_recipe_is_found_among_the_settings(arguments: list[str], recipe: str | None, rest: list[str]) -> None:
     assert split_recipe(ToyConfig, arguments) == (recipe, rest)
 
 

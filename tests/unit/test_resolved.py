@@ -104,9 +104,7 @@ def test_the_commit_is_that_of_the_sources_and_not_of_a_repository_around_them(
     assert resolved.source_commit() is None
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "n"], check=True)
-    commit = subprocess.run(
-        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert resolved.source_commit() == commit
     monkeypatch.setenv("PATH", "")
     assert resolved.source_commit() is None

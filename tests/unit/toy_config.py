@@ -102,13 +102,10 @@ class ToyConfig(Config):
     def _experts_over_ranks(self) -> "ToyConfig":
         if self.model.num_experts % self.train.ep_size:
             raise ValueError(
-                f"train.ep_size is {self.train.ep_size}: it must divide model.num_experts "
-                f"({self.model.num_experts})"
+                f"train.ep_size is {self.train.ep_size}: it must divide model.num_experts ({self.model.num_experts})"
             )
         return self
 
     def check_world(self, world_size: int) -> None:
         if world_size % self.train.ep_size:
-            raise ConfigError(
-                f"train.ep_size is {self.train.ep_size}, which does not divide {world_size} ranks"
-            )
+            raise ConfigError(f"train.ep_size is {self.train.ep_size}, which does not divide {world_size} ranks")

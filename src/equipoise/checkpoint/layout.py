@@ -74,9 +74,7 @@ def newest_complete(directory: Path) -> Path | None:
     if not directory.is_dir():
         return None
     found = [(int(match[1]), path) for path in directory.iterdir() if (match := _STEP_NAME.fullmatch(path.name))]
-    partial = [
-        (int(match[1]), path) for path in directory.iterdir() if (match := _PARTIAL_NAME.fullmatch(path.name))
-    ]
+    partial = [(int(match[1]), path) for path in directory.iterdir() if (match := _PARTIAL_NAME.fullmatch(path.name))]
     newest = None
     for step, path in sorted(found, reverse=True):
         reason = incomplete_reason(path)
@@ -118,9 +116,7 @@ def write_json(path: Path, value: Any) -> None:
 def publish(partial: Path, final: Path, step: int, world_size: int) -> None:
     """Writes the manifest of `partial` and gives the folder its final name in one rename, all on storage."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir()) if path.is_file()}
-    write_json(
-        partial / MANIFEST, {"format": FORMAT, "step": step, "world_size": world_size, "files": files}
-    )
+    write_json(partial / MANIFEST, {"format": FORMAT, "step": step, "world_size": world_size, "files": files})
     _sync_folder(partial)
     if final.exists():  # incomplete, or prepare_partial would have refused
         shutil.rmtree(final)

@@ -158,9 +158,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: World) -> RestoredM
             stored = _read_index(path)
             model = names.model_tensors(state.model)
             names.check_model(model, stored[MODEL])
-            moments = names.optimizer_targets(
-                model, state.optimizer, stored[OPTIMIZER], saved["optimizer_stateless"]
-            )
+            moments = names.optimizer_targets(model, state.optimizer, stored[OPTIMIZER], saved["optimizer_stateless"])
             randoms = _rng_targets(stored[RNG], saved["world_size"], world)
         with _shards(failure, remedy):
             dcp.load(
@@ -238,9 +236,7 @@ def _check_same_everywhere(tensors: dict[str, torch.Tensor], train_state: dict[s
             )
     differing = [
         name
-        for name, equal in zip(
-            plain, _equal_on_all(names.checksums(tensors[name] for name in plain)), strict=True
-        )
+        for name, equal in zip(plain, _equal_on_all(names.checksums(tensors[name] for name in plain)), strict=True)
         if not equal
     ]
     if differing:
@@ -290,9 +286,7 @@ def _restore_random_state(randoms: dict[str, torch.Tensor], saved: dict[str, Any
     needs_device = world.accelerator.device_type != "cpu"
     complete = bool(randoms) and (rng.DEVICE in randoms or not needs_device)
     if not complete:
-        rng.seed_rng(
-            rng.derived_seed(saved["seed"], saved["step"], world.size, world.rank), world.accelerator
-        )
+        rng.seed_rng(rng.derived_seed(saved["seed"], saved["step"], world.size, world.rank), world.accelerator)
     if randoms:
         rng.restore_rng(randoms, world.accelerator)
     if world.rank == 0 and not randoms:
@@ -336,6 +330,4 @@ def _shards(failure: str, remedy: str) -> Iterator[None]:
             yield
     except CheckpointException as raised:  # not a subclass of Exception
         rank, (cause, _) = min(raised.failures.items(), key=lambda item: item[0])
-        raise CheckpointError(
-            f"{failure}: rank {rank}: {type(cause).__name__}: {cause}. {remedy}"
-        ) from raised
+        raise CheckpointError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}. {remedy}") from raised

@@ -66,9 +66,7 @@ def build_dataset(
     if config.source == "random":
         size = vocab_size or tokenizer.vocab_size
         train = RandomDataset(size, sequence_length, _RANDOM_TRAIN, seed)
-        held_out = (
-            RandomDataset(size, sequence_length, _RANDOM_HELD_OUT, seed + 1) if config.eval_fraction else None
-        )
+        held_out = RandomDataset(size, sequence_length, _RANDOM_HELD_OUT, seed + 1) if config.eval_fraction else None
         return Datasets(train, held_out, tokenizer)
 
     report = SourceReport(config.source)
@@ -121,9 +119,7 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> TokenizedDocumen
     return TokenizedDocuments(tokens, _offsets(np.array(lengths, np.int64)), np.array(draw, np.float64))
 
 
-def split(
-    documents: TokenizedDocuments, eval_fraction: float
-) -> tuple[TokenizedDocuments, TokenizedDocuments | None]:
+def split(documents: TokenizedDocuments, eval_fraction: float) -> tuple[TokenizedDocuments, TokenizedDocuments | None]:
     """(training, held out) parts. A document's side depends on its own text alone, so adding documents moves
     none and equal ones stay together. Where that leaves a side empty, or fewer than one document is due, the
     end of the longest document is held out instead."""

@@ -51,13 +51,10 @@ def dataset_files(spec: str, include: str | None) -> Iterator[Path]:
         chosen = _choose(names, include)
         subsets = sorted({PurePosixPath(name).parts[0] for name in chosen})
         if len(subsets) > 1 and include is None:
-            raise DataError(
-                f"{what} has the subsets {', '.join(subsets)}; choose with data.include 'NAME/train/*'"
-            )
+            raise DataError(f"{what} has the subsets {', '.join(subsets)}; choose with data.include 'NAME/train/*'")
     if not chosen:
         raise DataError(
-            f"{what}: no file matches {include or 'the training split'!r}; it has "
-            f"{', '.join(names[:12]) or 'none'}"
+            f"{what}: no file matches {include or 'the training split'!r}; it has {', '.join(names[:12]) or 'none'}"
         )
     for name in chosen:
         yield _download(dataset_id, name, "dataset", revision or None, what)

@@ -65,16 +65,12 @@ def read_layers(recipe: str | os.PathLike[str], folder: Traversable | None = Non
     while wanted is not None:
         text, origin, base = _read_text(wanted, base, folder, extended_by=seen[-1] if seen else None)
         if origin in seen:
-            raise ConfigError(
-                f"{origin} extends itself: {' -> '.join([*seen, origin])}; remove one `extends`"
-            )
+            raise ConfigError(f"{origin} extends itself: {' -> '.join([*seen, origin])}; remove one `extends`")
         seen.append(origin)
         values = parse_toml(text, origin)
         wanted = values.pop("extends", None)
         if wanted is not None and not isinstance(wanted, str):
-            raise ConfigError(
-                f"{origin}: extends = {wanted!r}: expected the name of one recipe or a TOML file"
-            )
+            raise ConfigError(f"{origin}: extends = {wanted!r}: expected the name of one recipe or a TOML file")
         layers.append(Layer(origin, values))
     return layers[::-1]
 
@@ -84,9 +80,7 @@ def is_path(recipe: str) -> bool:
     return recipe.endswith(".toml") or "/" in recipe or os.sep in recipe
 
 
-def _read_text(
-    recipe: str, base: Path, folder: Traversable, extended_by: str | None
-) -> tuple[str, str, Path]:
+def _read_text(recipe: str, base: Path, folder: Traversable, extended_by: str | None) -> tuple[str, str, Path]:
     """Text, name for messages, and the folder that relative `extends` start from."""
     where = f" (extended by {extended_by})" if extended_by else ""
     if not is_path(recipe):

@@ -51,9 +51,7 @@ def _table(schema: Schema, prefix: str, values: dict[str, Any]) -> dict[str, Any
             elif read_back != value:
                 if value is None and setting.default == "none":
                     continue
-                raise ConfigError(
-                    f"{key} = {spell(value, quote=True)}: a recipe would read this as {read_back!r}"
-                )
+                raise ConfigError(f"{key} = {spell(value, quote=True)}: a recipe would read this as {read_back!r}")
         elif value is None:
             value = "none"
         if _holds_none(value):

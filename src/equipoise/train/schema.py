@@ -85,9 +85,7 @@ def read_schema(root: type[BaseModel]) -> Schema:
     return Schema(sections, settings)
 
 
-def _read_into(
-    sections: dict[str, Section], settings: dict[str, Setting], prefix: str, model: type[BaseModel]
-) -> None:
+def _read_into(sections: dict[str, Section], settings: dict[str, Setting], prefix: str, model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
         key = f"{prefix}.{name}" if prefix else name
         members = union_members(field.annotation)
@@ -194,9 +192,7 @@ def _range_words(metadata: Iterable[Any]) -> list[str]:
         if isinstance(item, FieldInfo):
             words += _range_words(item.metadata)
             continue
-        bounds += [
-            f"{sign} {spell(v)}" for n, sign in signs.items() if (v := getattr(item, n, None)) is not None
-        ]
+        bounds += [f"{sign} {spell(v)}" for n, sign in signs.items() if (v := getattr(item, n, None)) is not None]
         if (step := getattr(item, "multiple_of", None)) is not None:
             words.append(f"multiple of {spell(step)}")
         if (length := getattr(item, "min_length", None)) not in (None, 0):

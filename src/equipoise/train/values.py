@@ -17,9 +17,7 @@ from equipoise.train.schema import choices, element_types, strip_annotated, unio
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
-_NUMBER = re.compile(
-    r"[+-]?([0-9]+(_[0-9]+)*\.?|[0-9]*\.[0-9]+)([0-9]*)(e[+-]?[0-9]+)?|[+-]?(inf|nan)", re.IGNORECASE
-)
+_NUMBER = re.compile(r"[+-]?([0-9]+(_[0-9]+)*\.?|[0-9]*\.[0-9]+)([0-9]*)(e[+-]?[0-9]+)?|[+-]?(inf|nan)", re.IGNORECASE)
 
 _NO_VALUE = object()
 
@@ -54,9 +52,7 @@ def from_toml(annotation: Any, value: Any) -> Any:
         elements = element_types(member)
         if isinstance(value, list) and elements is not None:
             items = [from_toml(elements[min(i, len(elements) - 1)], item) for i, item in enumerate(value)]
-            hashable = origin not in (set, frozenset) or not any(
-                isinstance(i, (list, dict, set)) for i in items
-            )
+            hashable = origin not in (set, frozenset) or not any(isinstance(i, (list, dict, set)) for i in items)
             return origin(items) if origin in (tuple, set, frozenset) and hashable else items
         if isinstance(value, dict) and origin is dict and typing.get_args(member):
             return {k: from_toml(typing.get_args(member)[1], v) for k, v in value.items()}
