@@ -1,4 +1,4 @@
-"""Training checkpoints in one process: what is complete, what is refused before anything changes, what is kept."""
+"""Training checkpoints in one process: what is complete, what is refused before a change, what is kept."""
 
 import json
 import logging
@@ -59,7 +59,9 @@ def trained(steps: int = 2, width: int = 3, model: nn.Module | None = None) -> T
         model(torch.tensor([0, 1, 3])).pow(2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return TrainingState(model, optimizer, step=steps, loader={"position": 3}, config={"model": {"width": width}})
+    return TrainingState(
+        model, optimizer, step=steps, loader={"position": 3}, config={"model": {"width": width}}
+    )
 
 
 def fresh(width: int = 3) -> TrainingState:
@@ -276,7 +278,9 @@ def test_a_loader_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+def test_nothing_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
     path = save_checkpoint(tmp_path, trained(), WORLD)
     load_checkpoint(path, fresh(), WORLD)
     assert capfd.readouterr() == ("", "")
