@@ -1,4 +1,4 @@
-"""Training checkpoints across ranks: every expert stored once, the whole state back, nothing half-written chosen."""
+"""Training checkpoints across ranks: experts keep their numbers, all state comes back, half is ignored."""
 
 import logging
 import os
@@ -6,22 +6,20 @@ import random
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from distributed.harness import observe_ranks, run_ranks
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from distributed.harness import observe_ranks, run_ranks
 from equipoise.accelerator import CPUAccelerator
 from equipoise.checkpoint.training import (
     TrainingState,
@@ -29,31 +27,25 @@ from equipoise.checkpoint.training import (
     load_checkpoint,
     save_checkpoint,
 )
+from equipoise.distributed import World, join_world
 from equipoise.errors import CheckpointError
 
 H = 6  # hidden size; over 4 ranks its shards are [2, 2, 2, 0]
 
 
-@dataclass
-class Ranks:
-    """What checkpoints need of a world of ranks."""
-
-    rank: int
-    size: int
-    accelerator: Any
-
-    @contextmanager
-    def operation(self, name: str) -> Iterator[None]:
-        yield
-
-
 @contextmanager
-def joined() -> Iterator[Ranks]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), CPUAccelerator())
-    finally:
-        dist.destroy_process_group()
+def joined(timeout_s: float = 40) -> Iterator[World]:
+    with join_world(CPUAccelerator(), timeout_s=timeout_s) as world:
+        yield world
+
+
+class OneRank:
+    """A world of this process alone."""
+
+    rank, size, accelerator = 0, 1, CPUAccelerator()
+
+    def operation(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Toy(nn.Module):
@@ -77,7 +69,7 @@ class Toy(nn.Module):
 
 
 def sharded_toy(world_size: int, ep_size: int, num_experts: int) -> Toy:
-    """Experts over "ep", then all over the rest: dense parts over the world, the module over the other axis."""
+    """Experts over "ep", then dense parts over the world and the rest over the axis beside "ep"."""
     model = Toy(num_experts)
     mesh = init_device_mesh("cpu", (world_size // ep_size, ep_size), mesh_dim_names=("inner", "ep"))
     everyone = init_device_mesh("cpu", (world_size,), mesh_dim_names=("everyone",))
@@ -155,13 +147,13 @@ def numbers_in(model: Toy, optimizer: torch.optim.Optimizer) -> tuple[list[float
     return tensors[0][:, 0, 0].tolist(), tensors[1][:, 0, 0].tolist()
 
 
-def save_numbered(world: Ranks, folder: Path) -> None:
+def save_numbered(world: World, folder: Path) -> None:
     for ep_size, num_experts in SAVED_AT:
         model, optimizer = numbered_toy(world.size, ep_size, num_experts)
         save_checkpoint(folder / f"ep{ep_size}-e{num_experts}", TrainingState(model, optimizer, step=1, seed=5), world)
 
 
-def load_numbered(world: Ranks, folder: Path) -> dict[tuple[int, int, int], Any]:
+def load_numbered(world: World, folder: Path) -> dict[tuple[int, int, int], Any]:
     """By (EP at the save, EP now, experts)."""
     found = {}
     for save_ep, num_experts in SAVED_AT:
@@ -176,8 +168,8 @@ def load_numbered(world: Ranks, folder: Path) -> dict[tuple[int, int, int], Any]
     return found
 
 
-def resume(world: Ranks, folder: Path) -> tuple[list[float], list[float]]:
-    """Losses of steps 11-13 without a stop and after a resume. E=6 over EP 2 x 2 is [2, 1]; 6 rows over 4 [2, 2, 2, 0]."""
+def resume(world: World, folder: Path) -> tuple[list[float], list[float]]:
+    """Losses of steps 11-13 without a stop and after a resume; 6 experts over EP 2 x 2 are [2, 1]."""
     model = sharded_toy(world.size, 2, 6)
     optimizer = made_optimizer(model)
     torch.manual_seed(world.rank)
@@ -203,7 +195,7 @@ def draw() -> list[float]:
     return [*torch.rand(3).tolist(), random.random(), random.gauss(0, 1), float(np.random.rand())]
 
 
-def random_state(world: Ranks, folder: Path) -> tuple[list[float], list[float]]:
+def random_state(world: World, folder: Path) -> tuple[list[float], list[float]]:
     """What each rank draws after a save, and after a resume from it."""
     torch.manual_seed(1234 + world.rank)
     random.seed(1234 + world.rank)
@@ -226,7 +218,7 @@ def message_of(call: Callable[[], Any]) -> str:
     return ""
 
 
-def ranks_disagree(world: Ranks, folder: Path) -> dict[str, str]:
+def ranks_disagree(world: World, folder: Path) -> dict[str, str]:
     """What saving says when something that is saved once differs between ranks."""
     found = {}
     for what in ("nothing", "bias", "loader", "names"):
@@ -245,8 +237,8 @@ def ranks_disagree(world: Ranks, folder: Path) -> dict[str, str]:
     return found
 
 
-def disk_full(world: Ranks, folder: Path) -> tuple[str, list[str], list[str]]:
-    """One rank's disk is full in the second save: its message, the folders left, and those after another try."""
+def disk_full(world: World, folder: Path) -> tuple[str, list[str], list[str]]:
+    """One rank's disk is full in the second save: the message, the folders left, those after another try."""
     model = sharded_toy(world.size, 2, 4)
     state = TrainingState(model, made_optimizer(model), step=10)
     save_checkpoint(folder, state, world)
@@ -272,7 +264,7 @@ def disk_full(world: Ranks, folder: Path) -> tuple[str, list[str], list[str]]:
     return message, left, sorted(p.name for p in folder.iterdir())
 
 
-def not_shared(world: Ranks, folder: Path) -> str:
+def not_shared(world: World, folder: Path) -> str:
     """What saving says when a rank writes to another place than rank 0, as without shared storage."""
     model = sharded_toy(world.size, 2, 4)
     state = TrainingState(model, made_optimizer(model), step=1)
@@ -281,7 +273,7 @@ def not_shared(world: Ranks, folder: Path) -> str:
 
 def killed_in_save(folder: Path) -> None:
     """Saves step 10; rank 1 is killed in the save of step 20, after its first file."""
-    with joined() as world:
+    with joined(timeout_s=10) as world:
         model = sharded_toy(world.size, 2, 4)
         optimizer = made_optimizer(model)
         train(model, optimizer, 1, 1)
@@ -298,7 +290,7 @@ def killed_in_save(folder: Path) -> None:
         save_checkpoint(folder, TrainingState(model, optimizer, step=20), world, keep_last=1)
 
 
-def after_the_kill(world: Ranks, folder: Path) -> tuple[str, list[str], str, list[str]]:
+def after_the_kill(world: World, folder: Path) -> tuple[str, list[str], str, list[str]]:
     """The checkpoint that is found, what was logged, and what is found once step 20 is saved again."""
     logged: list[str] = []
     handler = logging.Handler()
@@ -315,8 +307,8 @@ def after_the_kill(world: Ranks, folder: Path) -> tuple[str, list[str], str, lis
     return path.name, logged, again.name, sorted(p.name for p in folder.iterdir())
 
 
-def fresh_random_state(world: Ranks, folder: Path) -> tuple[bool, list[float], list[float]]:
-    """Whether a checkpoint of 4 ranks gave 2 ranks their random state, and their draws after two loads of it."""
+def fresh_random_state(world: World, folder: Path) -> tuple[bool, list[float], list[float]]:
+    """Whether a checkpoint of 4 ranks restored the random state of 2, and the draws after two loads of it."""
     model = sharded_toy(world.size, 2, 4)
     state = TrainingState(model, made_optimizer(model))
     path = folder / "ep2-e4" / "step-00000001"
@@ -326,7 +318,13 @@ def fresh_random_state(world: Ranks, folder: Path) -> tuple[bool, list[float], l
     return meta.rng_restored, first, draw()
 
 
-SAVED_AT = [(1, 4), (2, 4), (4, 4), (2, 2), (2, 6)]  # EP size, experts; on 4 ranks (2, 2) leaves two without any
+SAVED_AT = [
+    (1, 4),
+    (2, 4),
+    (4, 4),
+    (2, 2),
+    (2, 6),
+]  # EP size, experts; on 4 ranks (2, 2) leaves two without any
 FOUR = [save_numbered, load_numbered, resume, random_state, ranks_disagree, disk_full, not_shared]
 TWO = [load_numbered, fresh_random_state, after_the_kill]
 
@@ -347,7 +345,9 @@ def run_scenarios(names: list[str], folders: dict[str, Path]) -> dict[str, Any]:
 class Outcomes:
     """Results of scenarios by rank."""
 
-    def __init__(self, scenarios: list[Callable[..., Any]], world_size: int, folders: dict[str, Path]) -> None:
+    def __init__(
+        self, scenarios: list[Callable[..., Any]], world_size: int, folders: dict[str, Path]
+    ) -> None:
         names = [scenario.__name__ for scenario in scenarios]
         self.ranks = run_ranks(run_scenarios, world_size, names, folders, deadline_s=180)
 
@@ -400,7 +400,7 @@ def test_a_model_that_is_not_sharded_loads_what_ranks_saved(root: Path, four: Ou
     model = Toy(6)
     optimizer = made_optimizer(model)
     path = root / "save_numbered" / "ep2-e6" / "step-00000001"
-    load_checkpoint(path, TrainingState(model, optimizer), Ranks(0, 1, CPUAccelerator()))
+    load_checkpoint(path, TrainingState(model, optimizer), cast(World, OneRank()))
     assert numbers_in(model, optimizer) == (list(range(6)), [10 * i for i in range(6)])
     assert optimizer.state[model.dense.weight]["step"] == 1
 

@@ -1,4 +1,4 @@
-"""Training checkpoints in one process: what is complete, what is refused before anything changes, what is kept."""
+"""Training checkpoints in one process: what is complete, what is refused before a change, what is kept."""
 
 import json
 import logging
@@ -59,7 +59,9 @@ def trained(steps: int = 2, width: int = 3, model: nn.Module | None = None) -> T
         model(torch.tensor([0, 1, 3])).pow(2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return TrainingState(model, optimizer, step=steps, loader={"position": 3}, config={"model": {"width": width}})
+    return TrainingState(
+        model, optimizer, step=steps, loader={"position": 3}, config={"model": {"width": width}}
+    )
 
 
 def fresh(width: int = 3) -> TrainingState:

@@ -6,7 +6,8 @@
         COMPLETE                     name and size of every other file; written last
     checkpoints/step-00000030.tmp/   being written, or left by a run that died; never read
 
-A folder counts as a checkpoint only if it has its final name, a COMPLETE file, and all files at the listed sizes.
+A folder counts as a checkpoint only if it has its final name, a COMPLETE file, and all files listed there at
+their sizes.
 """
 
 import json
@@ -70,11 +71,15 @@ def incomplete_reason(path: Path) -> str | None:
 
 
 def newest_complete(directory: Path) -> Path | None:
-    """Newest complete checkpoint under `directory`. Incomplete ones that are newer are logged and passed over."""
+    """Newest complete checkpoint under `directory`, or None. Incomplete newer ones are logged and ignored."""
     if not directory.is_dir():
         return None
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _STEP_NAME.fullmatch(path.name))]
-    partial = [(int(match[1]), path) for path in directory.iterdir() if (match := _PARTIAL_NAME.fullmatch(path.name))]
+    found, partial = [], []
+    for path in directory.iterdir():
+        if match := _STEP_NAME.fullmatch(path.name):
+            found.append((int(match[1]), path))
+        elif match := _PARTIAL_NAME.fullmatch(path.name):
+            partial.append((int(match[1]), path))
     newest = None
     for step, path in sorted(found, reverse=True):
         reason = incomplete_reason(path)
@@ -89,7 +94,7 @@ def newest_complete(directory: Path) -> Path | None:
 
 
 def prepare_partial(final: Path) -> None:
-    """Makes an empty folder beside `final` to write that checkpoint into, replacing what a dead run left there.
+    """Makes an empty folder beside `final` to write that checkpoint into, in place of what a dead run left.
 
     Raises CheckpointError if `final` is complete already.
     """
@@ -105,7 +110,7 @@ def prepare_partial(final: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as JSON and waits until it is on storage. Raises TypeError or ValueError if it isn't JSON-able."""
+    """Writes `value` as JSON and waits until it is on storage. Raises TypeError or ValueError if it can't."""
     text = json.dumps(value, indent=1, allow_nan=False)
     with open(path, "w") as file:
         file.write(text + "\n")
@@ -135,8 +140,10 @@ def discard_partial(final: Path) -> None:
 
 
 def delete_old(directory: Path, keep_last: int, current: int) -> None:
-    """Deletes complete checkpoints up to step `current` beyond the newest `keep_last` (0 = keep all), and partial
-    ones up to that step. To be called once `current` is complete. A failure is only logged."""
+    """Deletes partial checkpoints up to step `current`, and complete ones but the newest `keep_last`.
+
+    0 keeps all. To be called once `current` is complete. A failure is only logged.
+    """
     try:
         complete, remains = [], []
         for path in directory.iterdir():

@@ -16,7 +16,8 @@ TORCH, HOST, DEVICE = "torch", "host", "device"
 def capture_rng(accelerator: Accelerator) -> dict[str, torch.Tensor]:
     """This rank's random state, each part a CPU uint8 tensor [bytes].
 
-    "torch" is the CPU generator of torch, "host" those of `random` and NumPy, "device" the accelerator's (absent on CPU).
+    "torch" is the CPU generator of torch, "host" those of `random` and NumPy, "device" the accelerator's
+    (none on CPU).
     """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

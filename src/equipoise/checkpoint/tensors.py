@@ -1,4 +1,4 @@
-"""The tensors of a training state under stable names, the same at any world size, mesh, recompute or compile setting.
+"""The tensors of a training state under names that are the same at any world size, mesh and compile setting.
 
     model.<name>              parameters and persistent buffers (a tied tensor once, under its first name)
     optimizer.<name>.<slot>   optimizer state of the parameter <name>, e.g. slot exp_avg, exp_avg_sq, step
@@ -32,7 +32,7 @@ class Stored(NamedTuple):
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Live parameters and persistent buffers by name, without the prefix; parameters of FSDP units in sharded form.
+    """Live parameters and persistent buffers by name, without the prefix; FSDP's in sharded form.
 
     They are looked up anew at each call, so a buffer that was replaced rather than changed is seen.
     """
@@ -64,8 +64,9 @@ def optimizer_parameters(
             name = names.get(id(parameter))
             if name is None:
                 raise CheckpointError(
-                    f"parameter group {number} of the optimizer holds a parameter of shape {tuple(parameter.shape)} "
-                    "that is not in the model. Make the optimizer after the model is sharded, from its parameters."
+                    f"parameter group {number} of the optimizer holds a parameter of shape "
+                    f"{list(parameter.shape)} that is not in the model. Make the optimizer from the model's "
+                    "parameters, after the model is sharded."
                 )
             yield index, name, parameter
             index += 1
@@ -161,7 +162,7 @@ def set_optimizer_tensors(
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One int64 per tensor, [tensors] on CPU: a position-dependent sum of its bits, equal for equal contents."""
+    """One int64 per tensor, [tensors] on CPU: a position-dependent sum of its bits, equal if they are."""
     sums = [_checksum(tensor) for tensor in tensors]
     return torch.stack([s.cpu() for s in sums]) if sums else torch.zeros(0, dtype=torch.int64)
 
@@ -192,6 +193,8 @@ def _raise_for(problems: list[str]) -> None:
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            "; ".join(problems[:5]) + more + ". No parameter was changed. Resume with the model and optimizer "
+            "; ".join(problems[:5])
+            + more
+            + ". No parameter was changed. Resume with the model and optimizer "
             "settings of the run that saved it (they are in its train_state.json)."
         )

@@ -1,8 +1,8 @@
 """Saving and resuming the whole training state, with `torch.distributed.checkpoint` for the tensors.
 
-Every rank writes its own shards into `step-<n>.tmp`; when all are done rank 0 adds what is not a tensor and the
-manifest, renames the folder, and only then deletes old ones. So at each moment the newest complete checkpoint is
-whole, whatever dies. Names and shapes are global, so a checkpoint loads at any world size and mesh.
+Every rank writes its own shards into `step-<n>.tmp`; when all are done rank 0 adds what is not a tensor and
+the manifest, renames the folder, and only then deletes old ones. So, whatever dies, a complete one
+exists at each moment. Names and shapes are global, so a checkpoint loads at any world size and mesh.
 All functions that take a world are collective: every rank calls them, and an error on one is raised on all.
 """
 
@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from equipoise.checkpoint import layout, rng
 from equipoise.checkpoint import tensors as names
 from equipoise.checkpoint.tensors import MODEL, OPTIMIZER, RNG, Stored
-from equipoise.distributed.agree import raise_together
-from equipoise.distributed.world import World
+from equipoise.distributed import World, gather_json
+from equipoise.distributed.collectives import group_device
 from equipoise.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingState:
-    """What a run needs to continue. `model` and `optimizer` are the live objects, sharded; the rest is plain data.
+    """What a run needs to continue. `model` and `optimizer` are the live objects, sharded; the rest is data.
 
-    `loader`, `config` and `extra` are JSON-able and the same on every rank; random state is taken from the process.
+    `loader`, `config` and `extra` are JSON-able and equal on every rank; random state is the process's own.
     """
 
     model: nn.Module
@@ -66,11 +66,11 @@ class RestoredMeta:
 
 
 def save_checkpoint(directory: Path, state: TrainingState, world: World, keep_last: int = 0) -> Path:
-    """Saves `state` as `directory/step-<step>` and returns that path once the checkpoint is complete and on storage.
+    """Saves `state` as `directory/step-<step>` and returns that path once it is complete and on storage.
 
-    Older ones are then deleted down to the newest `keep_last` (0 = keep all). Raises CheckpointError on every rank,
-    with the earlier checkpoints untouched, if the step is saved already, the folder can't be written (full,
-    read-only, not shared between nodes), or a plain tensor differs between ranks.
+    Older ones are then deleted down to the newest `keep_last` (0 = keep all). Raises CheckpointError on every
+    rank, with the earlier checkpoints untouched, if the step is saved already, the folder can't be written
+    (full, read-only, not shared between nodes), or what is saved once for all differs between ranks.
     """
     directory = Path(directory)
     final = layout.step_path(directory, state.step)
@@ -95,6 +95,7 @@ def save_checkpoint(directory: Path, state: TrainingState, world: World, keep_la
                     tensors,
                     storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
                     planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+                    process_group=world.group if _is_distributed(world) else None,
                     no_dist=not _is_distributed(world),
                 )
             with _together(world, failure, kept):
@@ -111,7 +112,7 @@ def save_checkpoint(directory: Path, state: TrainingState, world: World, keep_la
 
 
 def find_latest(directory: Path, world: World | None = None) -> Path | None:
-    """Newest complete checkpoint in `directory`; incomplete newer ones are logged and ignored. None if there is none.
+    """Newest complete checkpoint in `directory`, or None; incomplete newer ones are logged and ignored.
 
     With `world`, rank 0 looks and every rank gets its answer, so that all take the same.
     """
@@ -124,14 +125,12 @@ def find_latest(directory: Path, world: World | None = None) -> Path | None:
             path = layout.newest_complete(directory)
             step = -1 if path is None else layout.step_of(path)
     if _is_distributed(world):
-        told = torch.tensor([step])
-        dist.broadcast(told, src=0)
-        step = int(told)
+        step = gather_json(step, world)[0]
     return None if step < 0 else layout.step_path(directory, step)
 
 
 def refuse_existing(directory: Path, world: World) -> None:
-    """Raises CheckpointError on every rank if `directory` holds a complete checkpoint; for runs that start anew."""
+    """For a run that starts anew: raises CheckpointError on every rank if `directory` holds a checkpoint."""
     latest = find_latest(directory, world)
     if latest is not None:
         raise CheckpointError(
@@ -141,11 +140,11 @@ def refuse_existing(directory: Path, world: World) -> None:
 
 
 def load_checkpoint(path: Path, state: TrainingState, world: World) -> RestoredMeta:
-    """Reads the checkpoint at `path` into `state.model` and `state.optimizer` and restores this rank's random state.
+    """Reads the checkpoint at `path` into `state.model` and `state.optimizer`, and restores random states.
 
-    World size and mesh may differ from those of the save; with another world size every rank gets a fresh seed,
-    derived from the saved run's, and a warning says so. Raises CheckpointError on every rank, before anything is
-    changed, if the checkpoint is incomplete or differs in a name, shape or dtype.
+    World size and mesh may differ from those of the save; with another world size every rank gets a fresh
+    seed, derived from the saved run's, and a warning says so. Raises CheckpointError on every rank, before
+    anything is changed, if the checkpoint is incomplete or differs in a name, shape or dtype.
     """
     path = Path(path)
     failure, remedy = f"cannot load checkpoint {path}", "Choose another checkpoint, or check the file system."
@@ -158,7 +157,9 @@ def load_checkpoint(path: Path, state: TrainingState, world: World) -> RestoredM
             stored = _read_index(path)
             model = names.model_tensors(state.model)
             names.check_model(model, stored[MODEL])
-            moments = names.optimizer_targets(model, state.optimizer, stored[OPTIMIZER], saved["optimizer_stateless"])
+            moments = names.optimizer_targets(
+                model, state.optimizer, stored[OPTIMIZER], saved["optimizer_stateless"]
+            )
             randoms = _rng_targets(stored[RNG], saved["world_size"], world)
         with _shards(failure, remedy):
             dcp.load(
@@ -169,6 +170,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: World) -> RestoredM
                 },
                 storage_reader=dcp.FileSystemReader(path),
                 planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+                process_group=world.group if _is_distributed(world) else None,
                 no_dist=not _is_distributed(world),
             )
         with _together(world, failure, remedy):
@@ -215,8 +217,10 @@ def _collect(state: TrainingState, world: World) -> tuple[dict[str, torch.Tensor
     return tensors, train_state
 
 
-def _check_same_everywhere(tensors: dict[str, torch.Tensor], train_state: dict[str, Any], world: World) -> None:
-    """Raises on every rank if names, the loader's state or the contents of a plain tensor differ between ranks."""
+def _check_same_everywhere(
+    tensors: dict[str, torch.Tensor], train_state: dict[str, Any], world: World
+) -> None:
+    """Raises on every rank if names, the loader's state or the contents of a plain tensor differ by rank."""
     if not _is_distributed(world):
         return
     shared = [name for name in tensors if not name.startswith(RNG)]
@@ -226,33 +230,31 @@ def _check_same_everywhere(tensors: dict[str, torch.Tensor], train_state: dict[s
         names.digest(json.dumps([(name, name in plain) for name in shared])),
         *(names.digest(json.dumps(train_state[fact], sort_keys=True)) for fact in facts),
     ]
-    same = _equal_on_all(torch.tensor(values))
+    same = _equal_on_all(torch.tensor(values), world)
     if not same[0]:
         raise CheckpointError("cannot save: ranks have different parameters, buffers or optimizer state.")
     for fact, equal in zip(facts, same[1:], strict=True):
         if not equal:
             raise CheckpointError(
-                f"cannot save: {fact!r} of the training state differs between ranks; it is saved once for all."
+                f"cannot save: {fact!r} of the training state differs between ranks; it is saved once."
             )
-    differing = [
-        name
-        for name, equal in zip(plain, _equal_on_all(names.checksums(tensors[name] for name in plain)), strict=True)
-        if not equal
-    ]
+    same = _equal_on_all(names.checksums(tensors[name] for name in plain), world)
+    differing = [name for name, equal in zip(plain, same, strict=True) if not equal]
     if differing:
         raise CheckpointError(
-            f"cannot save {', '.join(map(repr, differing[:5]))}: a plain tensor holds different values on different "
-            "ranks, and only one would be kept. Make it a DTensor, keep it equal on all ranks, or exclude it "
-            "(a non-persistent buffer)."
+            f"cannot save {', '.join(map(repr, differing[:5]))}: a plain tensor holds different values on "
+            "different ranks, and only one would be kept. Make it a DTensor, keep it equal on all ranks, or "
+            "exclude it (a non-persistent buffer)."
         )
 
 
-def _equal_on_all(values: torch.Tensor) -> list[bool]:
-    """Which of the int64 `values` [n], on CPU, are equal on all ranks."""
+def _equal_on_all(values: torch.Tensor, world: World) -> list[bool]:
+    """Which of the int64 `values` [n] are equal on all ranks."""
+    values = values.to(group_device(world.group))
     low, high = values.clone(), values.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    return [bool(equal) for equal in low == high]
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=world.group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=world.group)
+    return (low == high).tolist()
 
 
 def _read_index(path: Path) -> dict[str, dict[str, Stored]]:
@@ -282,17 +284,19 @@ def _rng_targets(stored: dict[str, Stored], saved_world_size: int, world: World)
 
 
 def _restore_random_state(randoms: dict[str, torch.Tensor], saved: dict[str, Any], world: World) -> bool:
-    """Restores this rank's random state, or seeds what the checkpoint can't give. True if all was restored."""
+    """Restores this rank's random state, or seeds what the checkpoint lacks. True if all was restored."""
     needs_device = world.accelerator.device_type != "cpu"
     complete = bool(randoms) and (rng.DEVICE in randoms or not needs_device)
     if not complete:
-        rng.seed_rng(rng.derived_seed(saved["seed"], saved["step"], world.size, world.rank), world.accelerator)
+        rng.seed_rng(
+            rng.derived_seed(saved["seed"], saved["step"], world.size, world.rank), world.accelerator
+        )
     if randoms:
         rng.restore_rng(randoms, world.accelerator)
     if world.rank == 0 and not randoms:
         logger.warning(
-            "the checkpoint was saved by %d ranks and is resumed by %d: each rank starts from a fresh random seed, "
-            "derived from seed %d, step %d and its rank",
+            "the checkpoint was saved by %d ranks and is resumed by %d: each rank starts from a fresh random "
+            "seed, derived from seed %d, step %d and its rank",
             saved["world_size"],
             world.size,
             saved["seed"],
@@ -309,7 +313,7 @@ def _is_distributed(world: World) -> bool:
 
 @contextmanager
 def _together(world: World, failure: str, remedy: str) -> Iterator[None]:
-    """Raises on every rank what the block raised on any; all but CheckpointError becomes one. No collectives inside."""
+    """Raises a CheckpointError on every rank if the block raised on any. No collectives inside the block."""
     error: Exception | None = None
     try:
         yield
@@ -318,16 +322,23 @@ def _together(world: World, failure: str, remedy: str) -> Iterator[None]:
     except Exception as raised:
         error = CheckpointError(f"{failure}: rank {world.rank}: {type(raised).__name__}: {raised}. {remedy}")
         error.__cause__ = raised
-    raise_together(error, world)
+    texts = gather_json(None if error is None else str(error), world) if _is_distributed(world) else []
+    if error is not None:
+        raise error
+    for text in texts:
+        if text is not None:
+            raise CheckpointError(text)
 
 
 @contextmanager
 def _shards(failure: str, remedy: str) -> Iterator[None]:
-    """For calls of torch.distributed.checkpoint, which raises one rank's error on all. A lost rank raises as it is."""
+    """For calls of torch.distributed.checkpoint, which itself raises the error of one rank on all."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as raised:  # not a subclass of Exception
         rank, (cause, _) = min(raised.failures.items(), key=lambda item: item[0])
-        raise CheckpointError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}. {remedy}") from raised
+        raise CheckpointError(
+            f"{failure}: rank {rank}: {type(cause).__name__}: {cause}. {remedy}"
+        ) from raised
