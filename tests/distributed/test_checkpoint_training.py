@@ -170,6 +170,19 @@ def load_numbered(world: World, folder: Path) -> dict[tuple[int, int, int], Any]
     return found
 
 
+def four_experts(world: World, folder: Path) -> list[tuple[list[float], list[float]]]:
+    """4 experts saved at EP 2 and loaded at EP 1, 2, 4; on 8 ranks a group at EP 2 has [1, 1, 0, 0]."""
+    model, optimizer = numbered_toy(world.size, 2, 4)
+    path = save_checkpoint(folder, TrainingState(model, optimizer, step=1), world)
+    found = []
+    for ep_size in (1, 2, 4):
+        model = sharded_toy(world.size, ep_size, 4)
+        optimizer = made_optimizer(model)
+        load_checkpoint(path, TrainingState(model, optimizer), world)
+        found.append(numbers_in(model, optimizer))
+    return found
+
+
 def resume(world: World, folder: Path) -> tuple[list[float], list[float]]:
     """Losses of steps 11-13 without a stop and after a resume; 6 experts over EP 2 x 2 are [2, 1]."""
     model = sharded_toy(world.size, 2, 6)
@@ -390,6 +403,12 @@ def test_every_expert_is_itself_at_every_ep_size(four: Outcomes) -> None:
         for (_, _, num_experts), (weights, moments) in found.items():
             assert weights == list(range(num_experts))
             assert moments == [10 * i for i in range(num_experts)]
+
+
+@pytest.mark.slow
+def test_every_expert_is_itself_where_most_ranks_have_none(tmp_path: Path) -> None:
+    eight = Outcomes([four_experts], 8, {"four_experts": tmp_path})
+    assert eight.of(four_experts) == [[([0, 1, 2, 3], [0, 10, 20, 30])] * 3] * 8
 
 
 def test_every_expert_is_itself_on_another_number_of_ranks(two: Outcomes) -> None:
