@@ -150,9 +150,7 @@ def numbers_in(model: Toy, optimizer: torch.optim.Optimizer) -> tuple[list[float
 def save_numbered(world: World, folder: Path) -> None:
     for ep_size, num_experts in SAVED_AT:
         model, optimizer = numbered_toy(world.size, ep_size, num_experts)
-        save_checkpoint(
-            folder / f"ep{ep_size}-e{num_experts}", TrainingState(model, optimizer, step=1, seed=5), world
-        )
+        save_checkpoint(folder / f"ep{ep_size}-e{num_experts}", TrainingState(model, optimizer, step=1, seed=5), world)
 
 
 def load_numbered(world: World, folder: Path) -> dict[tuple[int, int, int], Any]:
@@ -191,9 +189,7 @@ def resume(world: World, folder: Path) -> tuple[list[float], list[float]]:
     train(model, optimizer, 1, 10)
     with torch.no_grad():
         model(torch.ones(1, H))  # an evaluation leaves FSDP's root unsharded
-    path = save_checkpoint(
-        folder, TrainingState(model, optimizer, step=10, loader={"epoch": 1, "position": 40}), world
-    )
+    path = save_checkpoint(folder, TrainingState(model, optimizer, step=10, loader={"epoch": 1, "position": 40}), world)
     saved = contents(model, optimizer)
     without_stop = train(model, optimizer, 11, 13)
     end = contents(model, optimizer)

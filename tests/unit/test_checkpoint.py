@@ -246,9 +246,7 @@ def test_only_the_newest_are_kept(tmp_path: Path, keep_last: int, left: list[int
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{n:08d}" for n in left]
 
 
-def test_nothing_is_deleted_before_the_new_one_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_deleted_before_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = trained(0)
     old = save_checkpoint(tmp_path, state, WORLD, keep_last=1)
     state.step = 1

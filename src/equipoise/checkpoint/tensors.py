@@ -39,9 +39,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():  # hooks of FSDP reshard what was gathered
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"cannot save {name!r} of the model: expected a tensor, got {type(value).__name__}"
-            )
+            raise CheckpointError(f"cannot save {name!r} of the model: expected a tensor, got {type(value).__name__}")
         if id(value) in seen:
             continue
         seen.add(id(value))

@@ -1,0 +1,227 @@
+"""The backend contract: every operation on a device that the project uses, and nothing else.
+
+A backend is one object. It is made by selection (`equipoise.accelerator.selection`), never by importing a
+module, and making it starts no device context: that happens at the first operation that needs one.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from equipoise.accelerator.visible_devices import VisibleDevices
+from equipoise.errors import ConfigError
+
+#: The questions that `Accelerator.supports` answers.
+CAPABILITIES = (
+    "bf16",
+    "fp16",
+    "streams",
+    "graphs",
+    "ipc",
+    "triton",
+    "profiler",
+    "expandable_segments",
+    "memory_snapshot",
+    "oom_observer",
+)
+
+
+@dataclass(frozen=True)
+class Capability:
+    """An answer with its reason. Truthy when the thing asked for works."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Memory of one device, in bytes; 0 where the platform does not tell.
+
+    `allocated` and `peak_allocated` are this process's tensors (on CPU its resident memory), `reserved` what
+    its allocator holds, `free` and `total` the device's (on CPU the tighter of the cgroup's limit and the
+    machine's).
+    """
+
+    allocated: int
+    peak_allocated: int
+    reserved: int
+    free: int
+    total: int
+
+
+class Event(Protocol):
+    """A point in a stream's work. On CPU, where work is done when a call returns, a point in time."""
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the end of what `stream` (default: the current one) holds now."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Make later work of `stream` (default: the current one) wait for the mark; the host does not
+        wait."""
+
+    def synchronize(self) -> None:
+        """Make the host wait for the mark."""
+
+    def elapsed_ms(self, end: Any) -> float:
+        """Milliseconds from this mark to `end`'s; both made with `timing=True`. Waits for both."""
+
+
+class Accelerator(ABC):
+    """One kind of device as the project sees it.
+
+    `name` is the backend's name in `EQUIPOISE_ACCELERATOR`; `device_type` is torch's name of the device type
+    (both "cuda" on NVIDIA and on ROCm). `visible_devices_variables` are the variables that hide devices from
+    a process, the one that wins first.
+    """
+
+    name: str
+    device_type: str
+    visible_devices_variables: tuple[str, ...] = ()
+
+    # Devices
+
+    def device(self, index: int | None = None) -> torch.device:
+        """The device with local ordinal `index`; without one, the current device. Always a valid `device=`.
+
+        Raises `ConfigError` when `index` is not an integer of at least 0 (a device string is not an index).
+        """
+        if index is None:
+            index = self.current_device_index()
+        return torch.device(self.device_type, checked_index(index, self.device_type))
+
+    @abstractmethod
+    def current_device_index(self) -> int:
+        """Local ordinal of the current device."""
+
+    @abstractmethod
+    def set_device(self, index: int) -> None:
+        """Make local ordinal `index` the current device. `ConfigError` when this process does not see it."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Devices that this process sees. Starts no device context."""
+
+    @abstractmethod
+    def device_name(self, index: int | None = None) -> str:
+        """The hardware's own name, such as "NVIDIA H200"."""
+
+    def visible_devices(self, environ: Mapping[str, str] | None = None) -> VisibleDevices:
+        """What the environment lets this process see (`os.environ` unless another mapping is given)."""
+        return VisibleDevices.from_environment(
+            self.visible_devices_variables, os.environ if environ is None else environ
+        )
+
+    # Work and time
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Make the host wait for all work of the current device."""
+
+    @abstractmethod
+    def event(self, timing: bool = False) -> Event:
+        """A new event, not yet recorded."""
+
+    @abstractmethod
+    def new_stream(self) -> Any:
+        """A new stream of the current device, with `synchronize()` and `wait_stream(other)`."""
+
+    @abstractmethod
+    def current_stream(self) -> Any:
+        """The stream that work is put on now."""
+
+    @abstractmethod
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside this context, work is put on `stream`. `None` changes nothing."""
+
+    # Memory
+
+    @abstractmethod
+    def memory(self) -> MemoryStats:
+        """Memory of the current device, in bytes."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Let `memory().peak_allocated` start again from what is allocated now."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give cached, unused memory back to the device."""
+
+    # Random numbers
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed the host's generator and the current device's."""
+
+    @abstractmethod
+    def rng_state(self) -> torch.Tensor:
+        """State of the current device's generator: a uint8 tensor on CPU, owned by the caller."""
+
+    @abstractmethod
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what `rng_state` returned."""
+
+    # Communication
+
+    @abstractmethod
+    def communication_backend(self) -> str:
+        """The transport of this device's tensors, by torch's name: "nccl", "gloo", ..."""
+
+    def world_backend(self) -> str:
+        """What `init_process_group` takes, so that host and device tensors each have their transport."""
+        return f"cpu:gloo,{self.device_type}:{self.communication_backend()}"
+
+    # Numbers and tools
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Mixed precision in `dtype` on this device; `torch.float32` turns an outer autocast off."""
+        if dtype == torch.float32:
+            return torch.autocast(self.device_type, enabled=False)
+        return torch.autocast(self.device_type, dtype=dtype)
+
+    def profiler_activity(self) -> ProfilerActivity | None:
+        """The activity that shows this device in `torch.profiler`, or None where this build has none
+        (`supports("profiler")` then says why)."""
+        return None
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """The datasheet's dense FLOP/s of the current device in `dtype`, or None when it is not known.
+
+        For `torch.float32` it is the TF32 figure when `torch.get_float32_matmul_precision()` permits TF32.
+        """
+        return None
+
+    def supports(self, capability: str) -> Capability:
+        """Whether one of `CAPABILITIES` works on the current device, and why. Other names are a
+        `ValueError`."""
+        if capability not in CAPABILITIES:
+            raise ValueError(f"unknown capability {capability!r}; expected one of {', '.join(CAPABILITIES)}")
+        return self._supports(capability)
+
+    def _supports(self, capability: str) -> Capability:
+        """The answer to `supports`; `capability` is one of `CAPABILITIES`."""
+        return Capability(False, f"the {self.name} backend does not offer {capability}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(name={self.name!r}, device_type={self.device_type!r})"
+
+
+def checked_index(index: object, device_type: str) -> int:
+    """`index` if it is a device ordinal, otherwise `ConfigError`."""
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ConfigError(
+            f"{index!r} is not a {device_type} device index; give the local ordinal as an integer of at least 0"
+        )
+    return index

@@ -1,0 +1,95 @@
+"""NVIDIA and ROCm GPUs: `torch.cuda`, NCCL (RCCL carries the same name under ROCm)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from equipoise.accelerator import peak_flops as datasheets
+from equipoise.accelerator.base import Capability
+from equipoise.accelerator.registry import Registration
+from equipoise.accelerator.torch_accelerator import TorchAccelerator
+from equipoise.accelerator.visible_devices import VisibleDevices
+
+NVIDIA_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+ROCM_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+ROCM_OUTER_VARIABLE = "ROCR_VISIBLE_DEVICES"
+
+
+class CUDAAccelerator(TorchAccelerator):
+    """Delegates to `torch.cuda`. `rocm` says which vendor's runtime this build of torch has."""
+
+    name = "cuda"
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self.rocm = torch.version.hip is not None
+        self.visible_devices_variables = ROCM_VARIABLES if self.rocm else NVIDIA_VARIABLES
+
+    def visible_devices(self, environ: Mapping[str, str] | None = None) -> VisibleDevices:
+        """The physical ids in local order. On ROCm, `ROCR_VISIBLE_DEVICES` is applied before the others."""
+        environ = os.environ if environ is None else environ
+        inner = super().visible_devices(environ)
+        if not self.rocm:
+            return inner
+        return inner.within(VisibleDevices.from_environment((ROCM_OUTER_VARIABLE,), environ))
+
+    def communication_backend(self) -> str:
+        """Always "nccl"."""
+        return "nccl"
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """From the table of datasheets, by the device's name."""
+        return datasheets.peak_flops(self.device_name(), dtype)
+
+    def _supports_bf16(self) -> Capability:
+        if self.rocm:
+            return Capability(True, "ROCm computes bfloat16 on every supported GPU")
+        major, minor = torch.cuda.get_device_capability()
+        return Capability(major >= 8, f"compute capability {major}.{minor}; bfloat16 needs 8.0")
+
+    def _supports_ipc(self) -> Capability:
+        return Capability(True, "memory handles of the driver, between processes of one host")
+
+    def _supports_triton(self) -> Capability:
+        if not self.rocm:
+            major, minor = torch.cuda.get_device_capability()
+            if major < 8:
+                return Capability(False, f"compute capability {major}.{minor}; the project's kernels need 8.0")
+        return super()._supports_triton()
+
+
+def is_available() -> Capability:
+    """Whether torch sees a GPU. Counts devices through the management library, so no context starts where it
+    can."""
+    build = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return Capability(False, f"torch {torch.__version__} was built without CUDA and ROCm")
+    count = torch.cuda.device_count()
+    variables = ROCM_VARIABLES if torch.version.hip else NVIDIA_VARIABLES
+    seen = VisibleDevices.from_environment(variables, os.environ)
+    if count == 0:
+        return Capability(False, f"torch was built for {build} but sees no device; visible: {seen}")
+    return Capability(True, f"{count} device(s), {build}; visible: {seen}")
+
+
+def hint() -> str | None:
+    """Device nodes of a GPU driver, when this build of torch cannot use them."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        for node, vendor, build in (("/dev/nvidiactl", "NVIDIA", "CUDA"), ("/dev/kfd", "AMD", "ROCm")):
+            if Path(node).exists():
+                return f"an {vendor} driver is present; this torch has no {build}: install a build with it"
+    return None
+
+
+REGISTRATION = Registration(
+    name="cuda",
+    factory=CUDAAccelerator,
+    is_available=is_available,
+    priority=100,
+    communication_backends=("nccl",),
+    hint=hint,
+)
