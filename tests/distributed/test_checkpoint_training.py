@@ -13,13 +13,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from distributed.harness import observe_ranks, run_ranks
+from equipoise.distributed.world import World, join_world
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from distributed.harness import observe_ranks, run_ranks
 from equipoise.accelerator import CPUAccelerator
 from equipoise.checkpoint.training import (
     TrainingState,
@@ -27,7 +28,6 @@ from equipoise.checkpoint.training import (
     load_checkpoint,
     save_checkpoint,
 )
-from equipoise.distributed import World, join_world
 from equipoise.errors import CheckpointError
 
 H = 6  # hidden size; over 4 ranks its shards are [2, 2, 2, 0]
@@ -358,9 +358,7 @@ def run_scenarios(names: list[str], folders: dict[str, Path]) -> dict[str, Any]:
 class Outcomes:
     """Results of scenarios by rank."""
 
-    def __init__(
-        self, scenarios: list[Callable[..., Any]], world_size: int, folders: dict[str, Path]
-    ) -> None:
+    def __init__(self, scenarios: list[Callable[..., Any]], world_size: int, folders: dict[str, Path]) -> None:
         names = [scenario.__name__ for scenario in scenarios]
         self.ranks = run_ranks(run_scenarios, world_size, names, folders, deadline_s=180)
 

@@ -125,9 +125,7 @@ def test_wandb_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypatch
 
     def init(**options: Any) -> Any:
         started.append(options)
-        return SimpleNamespace(
-            id="abc", log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: None
-        )
+        return SimpleNamespace(id="abc", log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     config = MetricsConfig(wandb=True, wandb_project="moe")

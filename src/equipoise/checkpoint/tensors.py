@@ -189,8 +189,6 @@ def _raise_for(problems: list[str]) -> None:
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            "; ".join(problems[:5])
-            + more
-            + ". No parameter was changed. Resume with the model and optimizer "
+            "; ".join(problems[:5]) + more + ". No parameter was changed. Resume with the model and optimizer "
             "settings of the run that saved it (they are in its train_state.json)."
         )
