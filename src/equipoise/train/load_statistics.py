@@ -42,26 +42,29 @@ def spread_over_layers(values_L: torch.Tensor) -> dict[str, float]:
     return {"p50": float(p50), "p95": float(p95), "max": float(values_L.max())}
 
 
-def load_metrics(counts: torch.Tensor, ep_size: int) -> dict[str, Any]:
-    """Metrics fields of one step from its counts, [L, E] or (microbatches leading) [..., L, E].
+def load_metrics(
+    counts_LE: torch.Tensor, rank_imbalance_L: torch.Tensor, largest_rank_imbalance: float
+) -> dict[str, Any]:
+    """Metrics fields of one step.
 
-    Rank imbalance is taken per microbatch and averaged, as it is what each microbatch waits for; maxvio and
-    dead experts are of the step's summed counts. Copies to the host, once.
+    Rank imbalance is taken per microbatch and then averaged, as it is what each microbatch waits for; maxvio and dead
+    experts are of the step's summed counts. Copies to the host. Empty for a model without MoE layers.
+
+    Args:
+        counts_LE: tokens of each expert over all ranks and microbatches.
+        rank_imbalance_L: mean over microbatches and EP groups.
+        largest_rank_imbalance: of any layer, microbatch and EP group.
     """
-    counts = counts.cpu()
-    if counts.shape[-2] == 0:  # a model without MoE layers
+    if counts_LE.shape[0] == 0:
         return {}
-    leading = tuple(range(counts.dim() - 2))
-    counts_LE = counts.sum(leading) if leading else counts
-    per_microbatch = rank_imbalance(counts, ep_size)
-    imbalance_L = per_microbatch.mean(leading) if leading else per_microbatch
+    counts_LE, imbalance_L = counts_LE.cpu(), rank_imbalance_L.cpu()
     maxvio_L, dead_L = expert_maxvio(counts_LE), dead_experts(counts_LE)
     spread = spread_over_layers(imbalance_L)
     return {
         "rank_imbalance": float(imbalance_L.mean()),
         "rank_imbalance_p50": spread["p50"],
         "rank_imbalance_p95": spread["p95"],
-        "rank_imbalance_max": float(per_microbatch.max()),
+        "rank_imbalance_max": largest_rank_imbalance,
         "expert_maxvio": float(maxvio_L.mean()),
         "dead_experts": int(dead_L.sum()),
         "layers": {

@@ -3,12 +3,14 @@
 import logging
 import math
 import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from equipoise.checkpoint.layout import step_path
 from equipoise.checkpoint.training import (
     TrainingState,
     find_latest,
@@ -17,17 +19,18 @@ from equipoise.checkpoint.training import (
     save_checkpoint,
 )
 from equipoise.data import Datasets, Loader, eval_batches
+from equipoise.distributed.agree import raise_together
 from equipoise.distributed.collectives import all_reduce_sum
 from equipoise.distributed.mesh import build_meshes
 from equipoise.distributed.world import World
 from equipoise.errors import NonFiniteLossError
 from equipoise.models.parallelize import build_parallel_model
 from equipoise.train.config import TrainConfig, plan_run
-from equipoise.train.console import Console
-from equipoise.train.metrics import MetricsWriter
+from equipoise.train.console import TrainConsole
+from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
 from equipoise.train.record import StepRecorder
-from equipoise.train.step import TrainStep, run_model
+from equipoise.train.step import StepResult, TrainStep, run_model
 from equipoise.train.stop import StopSignals
 from equipoise.train.timing import PhaseTimer
 
@@ -85,6 +88,7 @@ class Trainer:
         )
         self.step = 0
         self.metrics_position = 0
+        self.last_record: dict[str, Any] = {}
         self.resumed_from: Path | None = None
 
     def run(self) -> None:
@@ -94,74 +98,98 @@ class Trainer:
             NonFiniteLossError: on every rank, with the state before the bad step saved.
         """
         self._resume()
-        is_first = self.world.rank == 0
-        recorder = StepRecorder(self.config, self.plan, self.world, self.model, self.dtype)
-        if is_first:
-            for line in recorder.describe(self.resumed_from):
-                logger.info(line)
-        writer = MetricsWriter(self.run_dir, self.config.metrics, resume_step=self.step) if is_first else None
-        console = Console(self.config.train.steps, self.step) if is_first else None
-        try:
-            self._loop(recorder, writer, console)
-        finally:
-            self.loader.close()
-            if console is not None:
-                console.close()
-            if writer is not None:
-                writer.close()
+        recorder = StepRecorder(self.config, self.plan, self.world, self.dtype)
+        if self.resumed_from is not None:
+            logger.info("resuming after step %d from %s", self.step, self.resumed_from)
+        for line in recorder.describe(self.model):
+            logger.info(line)
+        loop = self.config.train
+        with ExitStack() as stack:
+            stack.callback(self.loader.close)
+            writer = stack.enter_context(self._metrics_writer())
+            console = stack.enter_context(TrainConsole(loop.steps, self.world.rank, first_step=self.step))
+            while self.step < loop.steps:
+                record, stopping = self._train_step(recorder)
+                last = self.step == loop.steps
+                if (loop.eval_every and self.step % loop.eval_every == 0) or last:
+                    record |= self.evaluate()
+                self._log(record, writer, console, last or stopping)
+                every = self.config.checkpoint.every
+                if last or stopping or (every and self.step % every == 0):
+                    self.save()
+                if stopping:
+                    break
+            self._finish(console)
 
-    def _loop(self, recorder: StepRecorder, writer: MetricsWriter | None, console: Console | None) -> None:
-        loop, num_steps = self.config.train, self.config.train.steps
-        while self.step < num_steps:
-            started = time.perf_counter()
-            record = self._train_step(recorder, started)
-            stopping = record.pop("stop_requested")
-            last = stopping or self.step == num_steps
-            if (loop.eval_every and self.step % loop.eval_every == 0) or (last and not stopping):
-                record |= self.evaluate()
-            if writer is not None:
-                writer.write(record)
-                self.metrics_position = writer.position
-            if console is not None:
-                console.step(record)
-            every = self.config.checkpoint.every
-            if last or (every and self.step % every == 0):
-                self.save()
-            if stopping:
-                logger.info("stopped by a signal after step %d; the state is saved", self.step)
-                break
-        if console is not None:
-            console.finish(self.run_dir, stopped=self.step < num_steps)
+    def _metrics_writer(self) -> AbstractContextManager[MetricsWriter | None]:
+        """The writer on rank 0; errors in making it (a missing package) are raised on every rank."""
+        writer, error = None, None
+        if self.world.rank == 0:
+            try:
+                config = self.config.model_dump(mode="json")
+                writer = MetricsWriter(self.run_dir, self.config.metrics, self.step, config)
+            except Exception as e:
+                error = e
+        raise_together(error, self.world)
+        return writer if writer is not None else nullcontext()
 
-    def _train_step(self, recorder: StepRecorder, started: float) -> dict[str, Any]:
-        """One step; returns its record. On a non-finite loss saves the state before it and raises."""
+    def _log(
+        self, record: dict[str, Any], writer: MetricsWriter | None, console: TrainConsole, always: bool
+    ) -> None:
+        if writer is None or not (always or "eval_loss" in record or self.step % self.config.metrics.log_every == 0):
+            return
+        console.update(writer.write(self.step, record))
+        self.metrics_position = writer.position
+        self.last_record = record
+
+    def _finish(self, console: TrainConsole) -> None:
+        files = {
+            "run folder": self.run_dir,
+            "metrics": self.run_dir / FILE_NAME,
+            "checkpoint": step_path(self.run_dir / CHECKPOINTS, self.step),
+        }
+        stopped = self.step < self.config.train.steps
+        console.finish(
+            self.step,
+            self.last_record.get("loss"),
+            files=files,
+            ended="stopped by a signal; the state is saved" if stopped else "finished",
+        )
+
+    def _train_step(self, recorder: StepRecorder) -> tuple[dict[str, Any], bool]:
+        """One step; returns its record and whether a rank was asked to stop. On a non-finite loss saves the state
+        before the step and raises."""
         step = self.step + 1
-        with self.world.operation(f"step {step}"):
+        started = time.perf_counter()
+        # The first step may compile and warm up: it gets more time before a rank counts as missing.
+        deadline_s = 10 * self.world.timeout_s if recorder.steps_recorded == 0 else None
+        with self.world.operation(f"step {step}", deadline_s=deadline_s):
             self.timer.start_step()
             with self.timer.phase("data"):
                 loader_state = self.loader.state_dict()
                 batches = self.loader.next_step()
-            [num_tokens] = all_reduce_sum([float(sum(b.num_valid_tokens for b in batches))], self.world.group)
-            tokens = max(1, int(num_tokens))
-            sums, counts_NLE = self.step_runner.forward_backward(batches, tokens)
+            local_tokens = float(sum(b.num_valid_tokens for b in batches))
+            num_tokens = max(1, int(all_reduce_sum([local_tokens], self.world.group)[0]))
+            sums, counts_NLE = self.step_runner.forward_backward(batches, num_tokens)
+            lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
             with self.timer.phase("optimizer"):
-                result, norm = self.step_runner.reduce(sums, counts_NLE, tokens, bool(self.stop.requested))
+                result, norm = self.step_runner.reduce(sums, counts_NLE, num_tokens, bool(self.stop.requested))
                 finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-                lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 if finite:
                     self.step_runner.update(result, norm, lr)
-            if not finite:
-                self._refuse_step(step, result.loss, result.grad_norm, loader_state)
-            self.step = step
-            return recorder.record(step, result, lr, batches, self.timer, time.perf_counter() - started)
+            times = self.timer.finish_step()
+        if not finite:
+            self._refuse_step(step, result, loader_state)
+        self.step = step
+        return recorder.record(result, lr, times, time.perf_counter() - started), result.stop_requested
 
-    def _refuse_step(self, step: int, loss: float, grad_norm: float, loader_state: dict[str, Any]) -> None:
+    def _refuse_step(self, step: int, result: StepResult, loader_state: dict[str, Any]) -> None:
         self.optimizer.zero_grad()
         saved = self.save(loader_state)
         raise NonFiniteLossError(
-            f"step {step}: the loss is {loss} and the gradient norm {grad_norm}. The update was not made; the state "
-            f"after step {step - 1} is saved in {saved}. Lower optimizer.lr, raise optimizer.warmup_steps, or look at "
-            f"the data of this step, then run again with --resume"
+            f"step {step}: the loss is {result.loss} and the gradient norm {result.grad_norm}. The update was not "
+            f"made; the state after step {step - 1} is saved in {saved}. Lower optimizer.lr, raise "
+            "optimizer.warmup_steps, or look at the data of this step, then run again with --resume"
         )
 
     @torch.no_grad()
@@ -213,7 +241,7 @@ class Trainer:
         """Saves the state after `self.step` steps, unless it is saved already."""
         directory = self.run_dir / CHECKPOINTS
         latest = find_latest(directory, self.world)
-        if latest is not None and latest.name.endswith(f"{self.step:08d}"):
+        if latest is not None and latest == step_path(directory, self.step):
             return latest
         return save_checkpoint(directory, self._state(loader_state), self.world, self.config.checkpoint.keep_last)
 

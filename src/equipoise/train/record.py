@@ -1,0 +1,64 @@
+"""The record of a step, as `metrics.jsonl` holds it (docs/metrics.md lists the fields)."""
+
+from typing import Any
+
+import torch
+
+from equipoise.distributed.world import World
+from equipoise.kernels import describe_choice
+from equipoise.models.model import MoEForCausalLM
+from equipoise.train.config import RunPlan, TrainConfig
+from equipoise.train.load_statistics import load_metrics
+from equipoise.train.step import StepResult
+from equipoise.train.throughput import active_parameters, assumed_peak, flops_per_token, throughput_metrics
+
+
+class StepRecorder:
+    """Turns step results into records; knows the model's arithmetic and the peak that MFU refers to."""
+
+    def __init__(self, config: TrainConfig, plan: RunPlan, world: World, dtype: torch.dtype) -> None:
+        self.config, self.plan, self.world, self.dtype = config, plan, world, dtype
+        self.peak = assumed_peak(world.accelerator, dtype, config.metrics.peak_flops)
+        self.steps_recorded = 0
+        self.flops_per_token = flops_per_token(config.model, config.train.sequence_length)
+
+    def describe(self, model: MoEForCausalLM) -> list[str]:
+        """Lines for the log at the start: the model, its spread over ranks, and what was chosen and why."""
+        axes, loop = self.plan.axes, self.config.train
+        total = sum(p.numel() for p in model.parameters()) / 1e6
+        active = active_parameters(self.config.model) / 1e6
+        kernel = describe_choice(self.world.device, self.dtype)
+        layout = f"ep {axes.ep} x efsdp {axes.efsdp}"
+        if axes.replicate > 1:
+            layout += f" x replicate {axes.replicate}"
+        return [
+            f"model: {total:.1f} M parameters, {active:.1f} M active per token, "
+            f"{self.config.model.num_experts} experts, top {self.config.model.num_experts_per_tok}",
+            f"ranks: {axes.world} on {self.world.accelerator.device_name()}, {layout}; compute in "
+            f"{str(self.dtype).removeprefix('torch.')}",
+            f"batch: {loop.global_batch_size} sequences of {loop.sequence_length} tokens = "
+            f"{self.plan.accumulation_steps} microbatches of {self.plan.micro_batch_size} on each rank",
+            f"expert kernel: {kernel['grouped_linear']} ({kernel['reason']})",
+            f"MFU refers to {self.peak.flops / 1e12:.3g} TFLOP/s per rank ({self.peak.source})",
+        ]
+
+    def record(self, result: StepResult, lr: float, times: dict[str, float], seconds: float) -> dict[str, Any]:
+        """Fields of one step; `seconds` is its wall time, `times` its phases."""
+        self.steps_recorded += 1
+        memory = self.world.accelerator.memory()
+        loads = load_metrics(result.counts_LE, result.rank_imbalance_L, result.rank_imbalance_max)
+        fields: dict[str, Any] = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": result.num_tokens,
+            **throughput_metrics(result.num_tokens, seconds, self.world.size, self.flops_per_token, self.peak),
+            "memory_peak_bytes": memory.peak_allocated,
+            **times,
+            **loads,
+        }
+        if self.config.model.router_aux_loss_coef > 0:
+            fields["aux_loss"] = result.aux_loss
+        if self.config.model.router_z_loss_coef > 0:
+            fields["z_loss"] = result.z_loss
+        return fields
