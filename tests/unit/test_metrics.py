@@ -145,7 +145,7 @@ def test_the_page_lists_every_field() -> None:
 
     timer = PhaseTimer(CPUAccelerator())
     timer.start_step()
-    load = load_metrics(torch.ones(1, 2), 1)
+    load = load_metrics(torch.ones(1, 2), torch.ones(1), 1.0)
     layers = load.pop("layers")
     written = {*load, *(f"layers.{name}" for name in layers), *timer.finish_step()}
     written |= throughput_metrics(1, 1.0, 1, 1.0, Peak(1.0, "setting")).keys()
