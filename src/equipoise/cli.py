@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -25,6 +25,8 @@ from equipoise.train.stop import StoppedBySignal, StopSignals
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from equipoise.train.config import TrainConfig
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -144,7 +146,7 @@ def _train(
         out = _joined_run_dir(recipe, os.environ) if joins else _new_run_dir(recipe)
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]
     command = ["train", *arguments, *options]
-    run = functools.partial(_run_here, config, out, ["equipoise", *command], resume)
+    run = functools.partial(_run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume)
     if joins:
         if launch.is_own_worker(os.environ):
             launch.end_with_parent()
@@ -156,7 +158,7 @@ def _train(
         launch.launch(count, [*WORKER_PROGRAM, *command])
 
 
-def _run_here(config: "BaseModel", out: Path, argv: Sequence[str], resume: bool) -> None:
+def _run_here(config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool) -> None:
     """Train in this process; a signal that arrives meanwhile ends the command with its exit code."""
     from equipoise.train.run import run_training
 
