@@ -1,1 +1,37 @@
 """Token dispatchers: rows to the ranks that own their experts, and back."""
+
+from typing import Literal
+
+import torch.distributed as dist
+
+from equipoise.dispatch.all_gather import AllGatherDispatcher
+from equipoise.dispatch.all_to_all import AllToAllDispatcher
+from equipoise.dispatch.base import Dispatched, Dispatcher
+from equipoise.dispatch.local import LocalDispatcher
+
+DispatcherName = Literal["auto", "local", "all_to_all", "all_gather"]
+
+
+def build_dispatcher(name: DispatcherName, num_experts: int, ep_group: dist.ProcessGroup | None) -> Dispatcher:
+    """The dispatcher called `name` over a group; `auto` is `local` for one rank, otherwise `all_to_all`.
+
+    Raises:
+        ValueError: `local` was asked for in a group of several ranks, or the experts do not divide evenly.
+    """
+    num_ranks = 1 if ep_group is None else dist.get_world_size(ep_group)
+    if num_experts % num_ranks:
+        raise ValueError(f"{num_experts} experts cannot be split over an EP group of {num_ranks} ranks")
+    if name == "auto":
+        name = "local" if num_ranks == 1 else "all_to_all"
+    if name == "local" or ep_group is None:
+        if num_ranks > 1:
+            raise ValueError(
+                f"dispatcher 'local' cannot serve an EP group of {num_ranks} ranks: use all_to_all or all_gather"
+            )
+        return LocalDispatcher(num_experts)
+    if name == "all_to_all":
+        return AllToAllDispatcher(num_experts, ep_group)
+    return AllGatherDispatcher(num_experts, ep_group)
+
+
+__all__ = ["Dispatched", "Dispatcher", "DispatcherName", "LocalDispatcher", "build_dispatcher"]

@@ -1,0 +1,189 @@
+"""From a data configuration to sequences: read, tokenize, hold out, cut or pack. Needs no process group."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from equipoise.data.config import DataConfig
+from equipoise.data.dataset import PackedDataset, RandomDataset, StreamDataset, TokenDataset
+from equipoise.data.sources import SourceReport, read_documents
+from equipoise.data.tokenizer import Tokenizer, load_tokenizer
+from equipoise.errors import DataError
+
+logger = logging.getLogger(__name__)
+_BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer at once
+_RANDOM_TRAIN, _RANDOM_HELD_OUT = 1 << 20, 1 << 8  # sequences
+
+
+@dataclass(frozen=True)
+class TokenizedDocuments:
+    """`tokens`: uint16 or uint32 [T], each document followed by its end token. `starts`: int64 [documents +
+    1]. `draw`: float64 [documents] in [0, 1), from a hash of each document's text."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    draw: np.ndarray
+
+    def select(self, chosen: np.ndarray) -> "TokenizedDocuments":
+        """The documents where `chosen`, bool [documents], holds."""
+        lengths = np.diff(self.starts)
+        tokens = self.tokens[np.repeat(chosen, lengths)]
+        return TokenizedDocuments(tokens, _offsets(lengths[chosen]), self.draw[chosen])
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """`train`, `held_out` (None where `eval_fraction` is 0), which share no document, and the tokenizer of
+    both."""
+
+    train: TokenDataset
+    held_out: TokenDataset | None
+    tokenizer: Tokenizer
+
+
+def build_dataset(
+    config: DataConfig, sequence_length: int, *, vocab_size: int | None = None, seed: int = 0
+) -> Datasets:
+    """Read the source of `config` into sequences of `sequence_length` positions, the same on every rank.
+
+    `vocab_size` is the model's: it must hold every id of the tokenizer, and is the range of the `random`
+    source (by default the tokenizer's). `seed` serves the `random` source only. The tokens stay in host
+    memory, 2 bytes each up to a vocabulary of 65,536 and 4 above. Call it before joining a process group:
+    raises `DataError` when the source is missing, unreadable, empty or shorter than one sequence, or the
+    vocabulary is too small.
+    """
+    if sequence_length < 1:
+        raise DataError(f"sequence length {sequence_length}: expected at least 1")
+    tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size and config.source != "random":
+        raise DataError(
+            f"model.vocab_size {vocab_size} is too small for the tokenizer {tokenizer.name}, which has "
+            f"{tokenizer.vocab_size} ids; set it to at least that"
+        )
+    if config.source == "random":
+        size = vocab_size or tokenizer.vocab_size
+        train = RandomDataset(size, sequence_length, _RANDOM_TRAIN, seed)
+        held_out = (
+            RandomDataset(size, sequence_length, _RANDOM_HELD_OUT, seed + 1) if config.eval_fraction else None
+        )
+        return Datasets(train, held_out, tokenizer)
+
+    report = SourceReport(config.source)
+    documents = tokenize(read_documents(config, report), tokenizer)
+    report.log()
+    training, held = split(documents, config.eval_fraction)
+    # Every token but the first has a label; in packed documents every token but each document's first.
+    num_labels = len(training.tokens) - (len(training.starts) - 1 if config.packing == "documents" else 1)
+    if num_labels < sequence_length:
+        raise DataError(
+            f"data.source {config.source!r} is too short: {report.describe()}; {len(training.tokens)} of its "
+            f"{len(documents.tokens)} tokens (end-of-document tokens included) are for training, and one "
+            f"sequence of {sequence_length} needs {sequence_length - num_labels} more. Give more text or a "
+            "shorter train.sequence_length"
+        )
+    datasets = Datasets(
+        _dataset(training, config, tokenizer, sequence_length, pad_last=False),
+        _dataset(held, config, tokenizer, sequence_length, pad_last=True) if held is not None else None,
+        tokenizer,
+    )
+    logger.info(
+        "data.source %s: %d documents, %d tokens, %d training and %d held-out sequences of %d",
+        config.source,
+        report.num_documents,
+        len(documents.tokens),
+        datasets.train.num_sequences,
+        datasets.held_out.num_sequences if datasets.held_out else 0,
+        sequence_length,
+    )
+    return datasets
+
+
+def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> TokenizedDocuments:
+    """Tokens of all documents that give any, each followed by the end token."""
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    end = np.array([tokenizer.eos_id], dtype)
+    chunks: list[np.ndarray] = []
+    lengths: list[int] = []
+    draw: list[float] = []
+    for texts in _batches(documents):
+        parts: list[np.ndarray] = []
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            if len(ids):
+                parts += [ids.astype(dtype), end]
+                lengths.append(len(ids) + 1)
+                draw.append(_draw(text))
+        if parts:
+            chunks.append(np.concatenate(parts))
+    tokens = np.concatenate(chunks) if chunks else np.zeros(0, dtype)
+    return TokenizedDocuments(tokens, _offsets(np.array(lengths, np.int64)), np.array(draw, np.float64))
+
+
+def split(
+    documents: TokenizedDocuments, eval_fraction: float
+) -> tuple[TokenizedDocuments, TokenizedDocuments | None]:
+    """(training, held out) parts. A document's side depends on its own text alone, so adding documents moves
+    none and equal ones stay together. Where that leaves a side empty, or fewer than one document is due, the
+    end of the longest document is held out instead."""
+    num_documents = len(documents.draw)
+    if eval_fraction == 0 or len(documents.tokens) < 2:
+        return documents, None
+    held = documents.draw < eval_fraction
+    if num_documents * eval_fraction >= 1 and held.any() and not held.all():
+        return documents.select(~held), documents.select(held)
+    return _split_longest(documents, eval_fraction)
+
+
+def _split_longest(
+    documents: TokenizedDocuments, eval_fraction: float
+) -> tuple[TokenizedDocuments, TokenizedDocuments | None]:
+    """Cut the end off the longest document; the part before it ends with the end token too."""
+    lengths = np.diff(documents.starts)
+    longest = int(np.argmax(lengths))
+    begin, end = int(documents.starts[longest]), int(documents.starts[longest + 1])
+    wanted = max(round(len(documents.tokens) * eval_fraction), 2)
+    cut = max(end - wanted, begin + int(lengths[longest]) // 2)
+    if cut == begin or end - cut < 2:
+        return documents, None
+    tokens = np.concatenate([documents.tokens[:cut], documents.tokens[end - 1 : end], documents.tokens[end:]])
+    shorter = lengths.copy()
+    shorter[longest] = cut - begin + 1
+    tail = TokenizedDocuments(
+        documents.tokens[cut:end], np.array([0, end - cut], np.int64), documents.draw[longest : longest + 1]
+    )
+    return TokenizedDocuments(tokens, _offsets(shorter), documents.draw), tail
+
+
+def _dataset(
+    documents: TokenizedDocuments,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    pad_last: bool,
+) -> TokenDataset:
+    if config.packing == "documents":
+        return PackedDataset(documents.tokens, documents.starts, tokenizer, sequence_length)
+    return StreamDataset(documents.tokens, tokenizer, sequence_length, pad_last=pad_last)
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _draw(text: str) -> float:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") / 2**64
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -1,0 +1,94 @@
+"""Files of the Hugging Face hub: datasets to read, tokenizers to load. Used only when a hub id is given."""
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from equipoise.errors import DataError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[\w.\-]+)?")
+_PARQUET_BRANCH = "refs/convert/parquet"  # the hub's own conversion of any dataset: CONFIG/SPLIT/0000.parquet
+_KINDS = ((".parquet",), (".jsonl", ".ndjson"), (".txt",))
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether the text has the form of a hub id: `owner/name`, or `name` of an early model."""
+    return _HUB_ID.fullmatch(text) is not None and not text.endswith(".json")
+
+
+def tokenizer_folder(model_id: str) -> Path:
+    """Download `tokenizer.json`, and what names its special tokens, of a model; the folder with both.
+
+    Raises `DataError` without the hub package, without a network, or when the model has no `tokenizer.json`.
+    """
+    path = _download(model_id, "tokenizer.json", "model", None, what=f"data.tokenizer {model_id!r}")
+    names = _call("list_repo_files", f"data.tokenizer {model_id!r}", model_id, repo_type="model")
+    if "tokenizer_config.json" in names:
+        _download(model_id, "tokenizer_config.json", "model", None, what=f"data.tokenizer {model_id!r}")
+    return path.parent
+
+
+def dataset_files(spec: str, include: str | None) -> Iterator[Path]:
+    """Local copies of a dataset's files, in order of their names, each downloaded when it is asked for.
+
+    `spec` is `owner/name` or `owner/name@revision`. `include` is a glob over the repository's paths, in which
+    `*` crosses folders. Without it: the files of the training split, Parquet before JSONL before text, and
+    where the repository has none of these, the hub's own Parquet conversion. Raises `DataError`.
+    """
+    dataset_id, _, revision = spec.partition("@")
+    what = f"data.source 'hf://{spec}'"
+    if not is_hub_id(dataset_id):
+        raise DataError(f"{what}: expected hf://owner/name or hf://owner/name@revision")
+    names = sorted(_call("list_repo_files", what, dataset_id, repo_type="dataset", revision=revision or None))
+    chosen = _choose(names, include)
+    if not chosen and not revision:
+        revision = _PARQUET_BRANCH
+        names = sorted(_call("list_repo_files", what, dataset_id, repo_type="dataset", revision=revision))
+        chosen = _choose(names, include)
+        subsets = sorted({PurePosixPath(name).parts[0] for name in chosen})
+        if len(subsets) > 1 and include is None:
+            raise DataError(
+                f"{what} has the subsets {', '.join(subsets)}; choose with data.include 'NAME/train/*'"
+            )
+    if not chosen:
+        raise DataError(
+            f"{what}: no file matches {include or 'the training split'!r}; it has "
+            f"{', '.join(names[:12]) or 'none'}"
+        )
+    for name in chosen:
+        yield _download(dataset_id, name, "dataset", revision or None, what)
+
+
+def _choose(names: list[str], include: str | None) -> list[str]:
+    if include is not None:
+        shorter = include.removeprefix("**/")
+        return [name for name in names if fnmatchcase(name, include) or fnmatchcase(name, shorter)]
+    for suffixes in _KINDS:
+        of_kind = [name for name in names if name.endswith(suffixes)]
+        if of_kind:
+            return [name for name in of_kind if "train" in name] or of_kind
+    return []
+
+
+def _download(repo_id: str, name: str, repo_type: str, revision: str | None, what: str) -> Path:
+    return Path(_call("hf_hub_download", what, repo_id, name, repo_type=repo_type, revision=revision))
+
+
+def _call(function: str, what: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise DataError(
+            f"{what}: this needs the package huggingface_hub (pip install 'equipoise[hub]'), or download the "
+            "files and give their path"
+        ) from error
+    try:
+        return getattr(huggingface_hub, function)(*args, **kwargs)
+    except Exception as error:  # the client raises its own, its HTTP library's and the system's errors
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        raise DataError(
+            f"{what}: the Hugging Face hub did not answer with it ({type(error).__name__}: {reason}). Check "
+            "the id and the network (and HF_TOKEN for a gated one), or download the files and give their path"
+        ) from error

@@ -1,0 +1,234 @@
+"""Documents of a source, one string each, always in the same order, with a count of whatever was skipped."""
+
+import json
+import logging
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from equipoise.data.config import DataConfig
+from equipoise.data.hub import dataset_files
+from equipoise.errors import DataError
+
+logger = logging.getLogger(__name__)
+_JSONL = {".jsonl", ".ndjson"}
+_PARQUET = {".parquet"}
+_FOREIGN = {"site-packages", "dist-packages"}
+_LISTED = 8  # files named in an error
+
+
+@dataclass
+class SourceReport:
+    """What reading a source met. `sizes` maps each file to its size in bytes."""
+
+    source: str
+    sizes: dict[str, int] = field(default_factory=dict)
+    num_documents: int = 0
+    num_bytes: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def note(self, what: str, where: str) -> None:
+        """Count an irregularity, and keep the place of the first."""
+        self.skipped[what] += 1
+        self.first.setdefault(what, where)
+
+    def describe(self) -> str:
+        """Files with their sizes, documents and bytes, for messages."""
+        files = [f"{path} ({size} bytes)" for path, size in list(self.sizes.items())[:_LISTED]]
+        if len(self.sizes) > _LISTED:
+            files.append(f"and {len(self.sizes) - _LISTED} more")
+        read = f"{self.num_documents} documents with {self.num_bytes} bytes of text"
+        return f"{read} in {len(self.sizes)} files: {', '.join(files)}" if files else read
+
+    def log(self) -> None:
+        """One line per kind of irregularity: a warning, or for the standard library, where they are known,
+        info."""
+        level = logging.INFO if self.source == "stdlib" else logging.WARNING
+        for what, count in self.skipped.items():
+            logger.log(level, "data.source %s: %d %s (first: %s)", self.source, count, what, self.first[what])
+
+
+def read_documents(config: DataConfig, report: SourceReport) -> Iterator[str]:
+    """Each document of the source that has text, at most `max_documents`, encodable as UTF-8.
+
+    A text file is one document; a JSONL line and a Parquet row are one each. Fills in `report` on the way.
+    Raises `DataError` for a missing path, an unreadable or malformed file, a missing column, or no text at
+    all.
+    """
+    for path in _files(config):
+        for text, where in _read_file(path, config, report):
+            if not text:
+                report.note("empty documents were skipped", where)
+                continue
+            report.num_documents += 1
+            report.num_bytes += len(text.encode())
+            yield text
+            if report.num_documents == config.max_documents:
+                return
+    if report.num_documents == 0:
+        raise DataError(
+            f"data.source {config.source!r} has no text ({report.describe()}); give files that have some"
+        )
+
+
+def _files(config: DataConfig) -> Iterator[Path]:
+    if config.source == "stdlib":
+        yield from _stdlib_files()
+    elif config.source.startswith("hf://"):
+        yield from dataset_files(config.source.removeprefix("hf://"), config.include)
+    else:
+        root = Path(config.source).expanduser()
+        if not root.exists():
+            raise DataError(
+                f"data.source {config.source!r} does not exist (looked for {root.absolute()}); give "
+                "'stdlib', 'random', a text, .jsonl or .parquet file, a folder, or hf://owner/name"
+            )
+        if not root.is_dir():
+            yield root
+            return
+        pattern = config.include or "**/*"
+        found = [path for path in root.glob(pattern) if path.is_file()]
+        if config.include is None:
+            found = [path for path in found if not _is_hidden(path.relative_to(root))]
+        if not found:
+            num_files = sum(path.is_file() for path in root.rglob("*"))
+            raise DataError(
+                f"data.source {config.source!r}: no file matches data.include {pattern!r} among the "
+                f"{num_files} files of {root.absolute()}; change the pattern or the folder"
+            )
+        yield from _in_order(found, root)
+
+
+def _stdlib_files() -> Iterator[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _FOREIGN]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not found:
+        raise DataError(
+            f"data.source 'stdlib': this Python has no .py files in {root}; set data.source to a folder"
+        )
+    yield from _in_order(found, root)
+
+
+def _in_order(paths: list[Path], root: Path) -> list[Path]:
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _read_file(path: Path, config: DataConfig, report: SourceReport) -> Iterator[tuple[str, str]]:
+    """(text, place) of each document of a file; the text is empty where a document has none."""
+    try:
+        size = path.stat().st_size
+        report.sizes[str(path)] = size
+        if size == 0:
+            report.note("empty files were skipped", str(path))
+        elif path.suffix.lower() in _PARQUET:
+            yield from _read_parquet(path, config.column, report)
+        elif path.suffix.lower() in _JSONL:
+            yield from _read_jsonl(path, config.column, report)
+        else:
+            yield from _read_text(path, config, report)
+    except OSError as error:
+        raise DataError(f"data.source: cannot read {path}: {error.strerror or error}") from error
+
+
+def _read_text(path: Path, config: DataConfig, report: SourceReport) -> Iterator[tuple[str, str]]:
+    raw = path.read_bytes()
+    if b"\0" not in raw[:8192]:
+        yield _decode(raw, str(path), report), str(path)
+    elif path == Path(config.source).expanduser():
+        raise DataError(
+            f"data.source {path} ({len(raw)} bytes) is not UTF-8 text: it has NUL bytes, as compressed, "
+            "binary and UTF-16 files do; decompress or convert it"
+        )
+    else:
+        report.note("binary files (with NUL bytes) were skipped", str(path))
+
+
+def _read_jsonl(path: Path, column: str, report: SourceReport) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(_decode(line, where, report))
+            except ValueError as error:
+                raise DataError(
+                    f"data.source {where} is not JSON: {error}. Each line must be one JSON object"
+                ) from error
+            if not isinstance(row, dict):
+                raise DataError(f"data.source {where}: expected a JSON object, got {type(row).__name__}")
+            if column not in row:
+                raise _no_column(column, where, list(row))
+            text = row[column]
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f"data.source {where}: {column!r} holds {type(text).__name__}, not text; set data.column "
+                    f"to one of {', '.join(row)}"
+                )
+            yield _encodable(text or "", where, report), where
+
+
+def _read_parquet(path: Path, column: str, report: SourceReport) -> Iterator[tuple[str, str]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            f"data.source {path}: Parquet needs the package pyarrow (pip install 'equipoise[train]')"
+        ) from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                raise _no_column(column, str(path), names)
+            row = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    where = f"{path}, row {row}"
+                    if not isinstance(text, str | None):
+                        kind = file.schema_arrow.field(column).type
+                        raise DataError(
+                            f"data.source {path}: column {column!r} has type {kind}, not text; set "
+                            f"data.column to one of {', '.join(names)}"
+                        )
+                    yield text or "", where
+    except pyarrow.ArrowException as error:
+        raise DataError(f"data.source {path} is not readable as Parquet: {error}") from error
+
+
+def _no_column(column: str, where: str, available: list[str]) -> DataError:
+    return DataError(
+        f"data.source {where}: no column {column!r}; set data.column to one of "
+        f"{', '.join(available) or '(none there)'}"
+    )
+
+
+def _decode(raw: bytes, where: str, report: SourceReport) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = "documents with bytes that are not UTF-8, each replaced by U+FFFD"
+        report.note(what, f"{where}, byte {error.start}")
+        return raw.decode("utf-8-sig", errors="replace")
+
+
+def _encodable(text: str, where: str, report: SourceReport) -> str:
+    """The text, with lone surrogates (JSON can escape them) replaced: UTF-8 has no form for them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        report.note("documents with lone surrogates, each replaced by U+FFFD", where)
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", errors="replace")
+    return text

@@ -1,0 +1,82 @@
+"""Dispatcher over two all-to-alls: each rank sends exactly the rows that the other ranks' experts need.
+
+Works on every backend with `all_to_all_single` (Gloo, NCCL, MCCL, ...). One host sync per dispatch: the collective
+takes its split sizes on the host.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from equipoise.dispatch.base import Dispatched
+from equipoise.kernels.permute import Permutation, combine, make_permutation, permute, reorder
+
+
+class _AllToAllRows(torch.autograd.Function):
+    """Variable-size all-to-all of rows; its gradient is the all-to-all with the sizes swapped."""
+
+    @staticmethod
+    def forward(ctx, rows_RD, send_splits, receive_splits, group):
+        ctx.splits, ctx.group = (send_splits, receive_splits), group
+        out = rows_RD.new_empty(sum(receive_splits), rows_RD.shape[1])
+        dist.all_to_all_single(out, rows_RD.contiguous(), receive_splits, send_splits, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        send_splits, receive_splits = ctx.splits
+        out = grad_RD.new_empty(sum(send_splits), grad_RD.shape[1])
+        dist.all_to_all_single(out, grad_RD.contiguous(), send_splits, receive_splits, group=ctx.group)
+        return out, None, None, None
+
+
+class _Handle(NamedTuple):
+    permutation: Permutation
+    weights_TK: torch.Tensor
+    send_splits: list[int]
+    receive_splits: list[int]
+    inverse_R: torch.Tensor | None
+    order_R: torch.Tensor | None
+
+
+def expert_major_order(counts_PM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order that turns rows sorted by (source rank, expert) into (expert, source rank), and its inverse (int64)."""
+    num_ranks, num_experts = counts_PM.shape
+    expert = torch.arange(num_experts, device=counts_PM.device).repeat(num_ranks)
+    order_R = torch.argsort(expert.repeat_interleave(counts_PM.flatten()), stable=True)
+    inverse_R = torch.empty_like(order_R)
+    inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
+    return order_R, inverse_R
+
+
+class AllToAllDispatcher:
+    """See the module docstring. `group` is any torch process group; experts are split evenly over its ranks."""
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        self.num_experts, self.group = num_experts, group
+        self.num_ranks = dist.get_world_size(group)
+        self.num_local_experts = num_experts // self.num_ranks
+
+    def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
+        permutation = make_permutation(ids_TK, self.num_experts)
+        send_PM = permutation.counts_E.view(self.num_ranks, self.num_local_experts)
+        receive_PM = torch.empty_like(send_PM)
+        dist.all_to_all_single(receive_PM, send_PM.contiguous(), group=self.group)
+        # The one host sync: split sizes of both directions in one copy.
+        send_splits, receive_splits = torch.stack([send_PM.sum(1), receive_PM.sum(1)]).tolist()
+
+        rows = permute(x_TD, permutation, num_rows=sum(send_splits))
+        rows = _AllToAllRows.apply(rows, send_splits, receive_splits, self.group)
+        order_R = inverse_R = None
+        if self.num_local_experts > 1:
+            order_R, inverse_R = expert_major_order(receive_PM)
+            rows = reorder(rows, order_R, inverse_R)
+        handle = _Handle(permutation, weights_TK, send_splits, receive_splits, inverse_R, order_R)
+        return Dispatched(rows, receive_PM.sum(0), handle)
+
+    def combine(self, rows_RD: torch.Tensor, handle: _Handle) -> torch.Tensor:
+        if handle.inverse_R is not None:
+            rows_RD = reorder(rows_RD, handle.inverse_R, handle.order_R)
+        rows = _AllToAllRows.apply(rows_RD, handle.receive_splits, handle.send_splits, self.group)
+        return combine(rows, handle.weights_TK, handle.permutation)

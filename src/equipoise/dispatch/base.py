@@ -1,0 +1,42 @@
+"""The two-call dispatcher protocol: rows to the ranks that own their experts, and back.
+
+Shapes: T local tokens, K slots per token, D features, E experts in all, P ranks of the EP group, M = E / P experts
+per rank (expert e lives on rank e // M), R rows received by this rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What arrived at this rank.
+
+    rows_RD: rows grouped by local expert, in expert order.
+    counts_M: int64 on the rows' device, rows of each local expert. Rows past their sum belong to nobody.
+    handle: the dispatcher's own record of the exchange, to be given to `combine` once.
+    """
+
+    rows_RD: torch.Tensor
+    counts_M: torch.Tensor
+    handle: Any
+
+
+class Dispatcher(Protocol):
+    """Moves tokens between ranks. Holds no state of a microbatch, so any number can be in flight.
+
+    Every rank of the group calls `dispatch` and `combine` in the same order, also with zero tokens. An id of -1
+    is dispatched nowhere and adds exactly 0. No row is dropped otherwise.
+    """
+
+    num_local_experts: int
+
+    def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
+        """Sends each token to the experts of its ids (int32 or int64); differentiable in x and weights."""
+        ...
+
+    def combine(self, rows_RD: torch.Tensor, handle: Any) -> torch.Tensor:
+        """y_TD: each token's expert outputs times its weights, summed in FP32, in the dtype of the rows."""
+        ...

@@ -1,0 +1,136 @@
+"""Token permutation: gather tokens into rows sorted by expert, and combine rows back per token.
+
+Both directions and both backward passes gather; nothing scatters with addition, so results are deterministic.
+These are the plain forms that faster kernels are compared with.
+
+Shapes: T tokens, K slots per token, D features, E destinations (experts), R rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Permutation(NamedTuple):
+    """How the T*K slots map to rows sorted by destination, stable in token order.
+
+    slot_R: int64, the flat slot (token * K + k) that each row holds. Slots without an expert come last.
+    row_TK: int64, the row that each slot went to.
+    valid_TK: bool, False where the slot has no expert; None when the caller knows that there is none.
+    counts_E: int64, rows of each destination.
+    """
+
+    slot_R: torch.Tensor
+    row_TK: torch.Tensor
+    valid_TK: torch.Tensor | None
+    counts_E: torch.Tensor
+
+    @property
+    def token_R(self) -> torch.Tensor:
+        return self.slot_R // self.row_TK.shape[1]
+
+
+def make_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation:
+    """Sorts the slots by destination id; ids of -1 go to the end and are counted nowhere. No host sync on GPUs."""
+    flat = ids_TK.flatten().long()
+    valid_TK: torch.Tensor | None = ids_TK >= 0
+    if ids_TK.device.type == "cpu" and bool(valid_TK.all()):  # the check is free here and saves masking later
+        valid_TK = None
+    key = flat if valid_TK is None else torch.where(flat < 0, num_destinations, flat)
+    slot_R = torch.argsort(key, stable=True)
+    row = torch.empty_like(slot_R)
+    row[slot_R] = torch.arange(slot_R.numel(), device=row.device)
+    counts = torch.bincount(key, minlength=num_destinations + 1)[:num_destinations]
+    return Permutation(slot_R, row.view(ids_TK.shape), valid_TK, counts)
+
+
+def _gather_sum(
+    rows_RD: torch.Tensor, row_TK: torch.Tensor, valid_TK: torch.Tensor | None, weights_TK: torch.Tensor | None
+) -> torch.Tensor:
+    """For each token the FP32 sum over its slots of (weight times) its row; invalid slots add exactly 0."""
+    total = torch.zeros(row_TK.shape[0], rows_RD.shape[1], dtype=torch.float32, device=rows_RD.device)
+    if rows_RD.shape[0] == 0:
+        return total
+    row_TK = row_TK.clamp(max=rows_RD.shape[0] - 1)  # an invalid slot may point past the end; it is masked below
+    for k in range(row_TK.shape[1]):
+        picked = rows_RD.index_select(0, row_TK[:, k]).float()
+        if valid_TK is not None:
+            picked = picked.masked_fill(~valid_TK[:, k, None], 0)
+        if weights_TK is None:
+            total += picked
+        else:
+            total.addcmul_(picked, weights_TK[:, k, None].float())
+    return total
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, token_R, row_TK, valid_TK):
+        ctx.save_for_backward(row_TK, valid_TK)
+        return x_TD.index_select(0, token_R)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        row_TK, valid_TK = ctx.saved_tensors
+        return _gather_sum(grad_RD, row_TK, valid_TK, None).to(grad_RD.dtype), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RD, weights_TK, slot_R, row_TK, valid_TK, dtype):
+        ctx.save_for_backward(rows_RD, weights_TK, slot_R, row_TK, valid_TK)
+        return _gather_sum(rows_RD, row_TK, valid_TK, weights_TK).to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        rows_RD, weights_TK, slot_R, row_TK, valid_TK = ctx.saved_tensors
+        num_slots = row_TK.shape[1]
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            weight_R = weights_TK.flatten().index_select(0, slot_R)
+            if valid_TK is not None:
+                weight_R = weight_R.masked_fill(~valid_TK.flatten().index_select(0, slot_R), 0)
+            grad_R = grad_TD.index_select(0, slot_R // num_slots).float() * weight_R[:, None].float()
+            grad_rows = grad_R.to(rows_RD.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weights = torch.zeros_like(weights_TK)
+            if rows_RD.shape[0]:
+                grad_float, row_TK = grad_TD.float(), row_TK.clamp(max=rows_RD.shape[0] - 1)
+                for k in range(num_slots):
+                    picked = rows_RD.index_select(0, row_TK[:, k]).float()
+                    grad_weights[:, k] = torch.linalg.vecdot(grad_float, picked)
+                if valid_TK is not None:
+                    grad_weights = grad_weights.masked_fill(~valid_TK, 0)
+        return grad_rows, grad_weights, None, None, None, None
+
+
+def permute(x_TD: torch.Tensor, permutation: Permutation, num_rows: int | None = None) -> torch.Tensor:
+    """Rows_RD sorted by destination. `num_rows` keeps only the first rows (those with a destination)."""
+    token_R = permutation.token_R if num_rows is None else permutation.token_R[:num_rows]
+    return _Permute.apply(x_TD, token_R, permutation.row_TK, permutation.valid_TK)
+
+
+def combine(
+    rows_RD: torch.Tensor, weights_TK: torch.Tensor, permutation: Permutation, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """y_TD = sum over k of weights_TK times the slot's row, summed in FP32, as `dtype` (default: the rows')."""
+    slot_R = permutation.slot_R[: rows_RD.shape[0]]
+    row_TK, valid_TK = permutation.row_TK, permutation.valid_TK
+    return _Combine.apply(rows_RD, weights_TK, slot_R, row_TK, valid_TK, dtype or rows_RD.dtype)
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RD, order_R, inverse_R):
+        ctx.save_for_backward(order_R, inverse_R)
+        return rows_RD.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        order_R, inverse_R = ctx.saved_tensors
+        return grad_RD.index_select(0, inverse_R), None, None
+
+
+def reorder(rows_RD: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tensor) -> torch.Tensor:
+    """rows_RD[order_R] for a permutation whose inverse is known, so that the backward gathers too."""
+    return _Reorder.apply(rows_RD, order_R, inverse_R)

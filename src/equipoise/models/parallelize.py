@@ -1,0 +1,129 @@
+"""Builds a model spread over the ranks: experts over `ep`, everything sharded by FSDP2, in the reversed nesting.
+
+Nesting: the dense parts of an MoE layer are the inner FSDP unit (over the whole shard axis); the layer itself is the
+outer unit and owns only its experts (over `efsdp`). So the experts are gathered when the layer starts, and their
+gradients are reduced after attention's backward, where gradients of expert replicas can still join them.
+
+Scale: the trainer divides the loss by the number of valid tokens over all ranks, so every reduction is a plain sum.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from equipoise.dispatch import DispatcherName, build_dispatcher
+from equipoise.distributed.mesh import Meshes
+from equipoise.models.config import ModelConfig
+from equipoise.models.initialize import initialize_module
+from equipoise.models.model import DecoderLayer, MoEForCausalLM
+from equipoise.models.recompute import Recompute
+from equipoise.moe.experts import Experts
+from equipoise.moe.layer import MoELayer
+
+
+def _keep_local_experts(layer: DecoderLayer, meshes: Meshes) -> None:
+    """Shrinks the (meta) expert weights of a layer to this EP rank's; they become DTensors over `ep` later."""
+    experts = layer.mlp.experts
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        shape = (parameter.shape[0] // meshes.sizes.ep, *parameter.shape[1:])
+        setattr(experts, name, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta")))
+
+
+def _distribute_experts(experts: Experts, meshes: Meshes) -> None:
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        shards = DTensor.from_local(parameter.data, meshes.ep, [Shard(0)], run_check=False)
+        setattr(experts, name, nn.Parameter(shards))
+
+
+def _expert_shard_placement(num_local_experts: int, efsdp: int) -> Callable[[nn.Parameter], Shard | None]:
+    """FSDP shards experts by expert, or by their features when there are more ranks than experts here."""
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if efsdp > num_local_experts and parameter.shape[1] % efsdp == 0 else None
+
+    return placement
+
+
+def build_parallel_model(
+    config: ModelConfig,
+    meshes: Meshes,
+    device: torch.device,
+    seed: int,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    dispatcher: DispatcherName = "auto",
+    expert_kernel: str = "auto",
+    recompute: Recompute = "none",
+    compile: bool = False,
+    reshard_after_forward: bool = True,
+) -> MoEForCausalLM:
+    """A model with FP32 master weights sharded over the meshes and initialised from `seed`.
+
+    Layers are materialised, initialised and sharded one at a time, so the peak is the sharded model plus one layer.
+    Parameters are computed in `compute_dtype`; gradients are reduced in FP32. Collective over the world.
+    """
+    with torch.device("meta"):
+        model = MoEForCausalLM(config, expert_kernel)
+    sizes, std = meshes.sizes, config.initializer_range
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+
+    def shard(module, mesh, *, reshard: bool, **options) -> None:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, **options)
+        unit = module[0] if isinstance(module, list) else module
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+    num_local_experts = config.num_experts // sizes.ep
+    first_expert = meshes.ep.get_local_rank() * num_local_experts
+    placement = _expert_shard_placement(num_local_experts, sizes.efsdp)
+    for index, layer in enumerate(model.model.layers):
+        layer.recompute = recompute
+        mlp = layer.mlp
+        if isinstance(mlp, MoELayer):
+            mlp.dispatcher = build_dispatcher(dispatcher, config.num_experts, meshes.ep_group)
+            mlp.gate.balance_group = meshes.everyone
+            _keep_local_experts(layer, meshes)
+        layer.to_empty(device=device)
+        initialize_module(layer, f"model.layers.{index}.", std, seed, first_expert)
+        if compile:
+            compile_layer(layer)
+        if isinstance(mlp, MoELayer):
+            _distribute_experts(mlp.experts, meshes)
+            dense = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, mlp.gate]
+            if mlp.shared_experts is not None:
+                dense.append(mlp.shared_experts)
+            shard(dense, meshes.dense, reshard=reshard_after_forward)
+            shard(layer, meshes.expert_fsdp, reshard=reshard_after_forward, shard_placement_fn=placement)
+        else:
+            shard(layer, meshes.dense, reshard=reshard_after_forward)
+
+    outer = [model.model.embed_tokens, model.model.norm, model.lm_head]
+    for name, module in zip(("model.embed_tokens.", "model.norm.", "lm_head."), outer):
+        module.to_empty(device=device)
+        initialize_module(module, name, std, seed)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    else:
+        shard(model.model.embed_tokens, meshes.dense, reshard=reshard_after_forward)
+        shard([model.model.norm, model.lm_head], meshes.dense, reshard=False)
+    shard(model, meshes.dense, reshard=False)
+    return model
+
+
+def compile_layer(layer: DecoderLayer) -> None:
+    """Compiles the parts of a layer between FSDP's hooks and the dispatcher's data-dependent shapes."""
+    parts: list[nn.Module] = [layer.self_attn]
+    if isinstance(layer.mlp, MoELayer):
+        if layer.mlp.shared_experts is not None:
+            parts.append(layer.mlp.shared_experts)
+    else:
+        parts.append(layer.mlp)
+    for part in parts:
+        part.forward = torch.compile(part.forward)  # type: ignore[method-assign]

@@ -1,0 +1,41 @@
+"""Activation recompute: what a layer's backward keeps and what it runs again.
+
+A recomputed forward never routes again: the selected experts and their counts are always kept, so the second run
+cannot decide differently from the first.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from equipoise.kernels.select_experts import select_experts
+
+Recompute = Literal["none", "full", "selective"]
+
+_DECISIONS = {torch.ops.equipoise.select_experts.default}
+_COSTLY = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _policy(mode: Recompute, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op in _DECISIONS or (mode == "selective" and op in _COSTLY):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_context(mode: Recompute) -> Callable[[], Any]:
+    """`context_fn` for `torch.utils.checkpoint`: `full` recomputes all but routing decisions, `selective` also keeps
+    the results of dense products and attention."""
+    return partial(create_selective_checkpoint_contexts, partial(_policy, mode))
+
+
+assert select_experts is not None  # importing it registers the operator named above

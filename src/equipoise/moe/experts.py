@@ -1,0 +1,32 @@
+"""The routed experts of one rank: SwiGLU feed-forward networks with stacked weights.
+
+Shapes: R rows sorted by local expert, D hidden features, I expert features, M local experts.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from equipoise.kernels.grouped_linear import choose_grouped_linear
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter that is sharded over experts; the parameter itself otherwise."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class Experts(nn.Module):
+    """Weights in the layout of transformers: `gate_up_proj` [M, 2 * I, D] (gate rows first), `down_proj` [M, D, I]."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, kernel: str = "auto") -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+
+    def forward(self, rows_RD: torch.Tensor, counts_M: torch.Tensor) -> torch.Tensor:
+        """Outputs in row order. Every expert takes part in the graph, so idle experts get zero gradients, not None."""
+        grouped_linear = choose_grouped_linear(rows_RD.device.type, rows_RD.dtype, self.kernel).fn
+        gate, up = grouped_linear(rows_RD, local_tensor(self.gate_up_proj), counts_M).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate) * up, local_tensor(self.down_proj), counts_M)

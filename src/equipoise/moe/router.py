@@ -1,0 +1,106 @@
+"""Router: scores, top-k selection and combine weights, all in FP32.
+
+Shapes: T tokens, D features, E experts, K experts per token.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from equipoise.config import Config
+from equipoise.kernels.select_experts import select_experts
+from equipoise.moe.losses import BalanceScope, balance_loss, z_loss
+
+
+class RouterConfig(Config):
+    """What a router needs to know; derived from the model configuration in one place (`ModelConfig.router`)."""
+
+    hidden_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    aux_loss: bool = False
+    aux_loss_scope: BalanceScope = "micro_batch"
+    z_loss: bool = False
+
+
+class Routing(NamedTuple):
+    """A router's decision for one layer and microbatch, about logical experts.
+
+    ids_TK: int32, -1 for padding tokens.
+    weights_TK: float32 combine weights; carry the router's gradient.
+    counts_E: int32 tokens of each expert on this rank.
+    aux_loss, z_loss: float32 scalars, means over this microbatch's tokens; 0 without gradient when switched off.
+    """
+
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    counts_E: torch.Tensor
+    aux_loss: torch.Tensor
+    z_loss: torch.Tensor
+
+
+class Router(nn.Module):
+    """Linear scores and top-k selection, in the form of Qwen3-MoE (softmax) or DeepSeek-V3 (sigmoid, bias, groups).
+
+    The selection bias `e_score_correction_bias` is an FP32 buffer that takes part in the choice and never in the
+    weights. It stays FP32 when the module is cast: BF16 would merge hundreds of experts into a few values.
+    """
+
+    e_score_correction_bias: torch.Tensor | None
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.selection_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+        self.balance_group: dist.ProcessGroup | None = None
+        """Ranks over which the global-batch balance loss sums its counts; set when the model is parallelised."""
+
+    def _apply(self, fn, recurse=True):
+        """Moves the bias with the module (`.to(device)`, `.cuda()`, ...) but keeps its dtype and its values."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if before is not None and after is not None and after.dtype != torch.float32:
+            self.e_score_correction_bias = before.to(after.device)
+        return self
+
+    def forward(self, x_TD: torch.Tensor, valid_T: torch.Tensor | None = None) -> Routing:
+        """Routes tokens. `valid_T` (bool) marks the real ones; None means all."""
+        config = self.config
+        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        if config.scoring_func == "softmax":
+            scores_TE = probs_TE = logits_TE.softmax(-1)
+        else:
+            scores_TE = logits_TE.sigmoid()
+            probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        ids_TK, counts_E = select_experts(
+            scores_TE.detach(),
+            self.e_score_correction_bias,
+            valid_T,
+            config.num_experts_per_tok,
+            config.n_group,
+            config.topk_group,
+        )
+        weights_TK = scores_TE.gather(1, ids_TK.long().clamp(min=0))
+        if config.norm_topk_prob:
+            # The small number matters only for sigmoid scores that all underflow; it is below float32 otherwise.
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK * config.routed_scaling_factor
+        zero = logits_TE.new_zeros(())
+        aux = zero
+        if config.aux_loss:
+            group = self.balance_group if config.aux_loss_scope == "global_batch" else None
+            aux = balance_loss(probs_TE, counts_E, valid_T, config.num_experts_per_tok, group)
+        z = z_loss(logits_TE, valid_T) if config.z_loss else zero
+        return Routing(ids_TK, weights_TK, counts_E, aux, z)
