@@ -108,6 +108,7 @@ def test_the_highest_priority_wins_and_ties_go_to_the_name() -> None:
     assert [c["name"] for c in acc.selection_report()["considered"]] == [
         "testb",
         "testc",
+        "musa",
         "testa",
         "cuda",
         "cpu",

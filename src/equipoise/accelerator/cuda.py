@@ -56,7 +56,7 @@ class CUDAAccelerator(TorchAccelerator):
                 except Exception:
                     _log.exception("an out-of-memory observer raised; the allocation's own error follows")
 
-            torch._C._cuda_attach_out_of_memory_observer(observed)
+            torch._C._cuda_attach_out_of_memory_observer(observed)  # type: ignore[attr-defined]
         return answer
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:

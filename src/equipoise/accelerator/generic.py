@@ -134,8 +134,8 @@ class GenericAccelerator(TorchAccelerator):
         name = Backend.default_device_backend_map.get(self.device_type)
         if name is None:
             raise ConfigError(
-                f"no transport is registered for {self.device_type} tensors; the vendor's package should call "
-                f"torch.distributed.Backend.register_backend(..., devices=[{self.device_type!r}])"
+                f"no transport is registered for {self.device_type} tensors; the vendor's package "
+                f"should call torch.distributed.Backend.register_backend(..., devices=[{self.device_type!r}])"
             )
         return str(name)
 
@@ -157,7 +157,10 @@ def _ask(function: str, default: Any) -> Any:
 
 def registration(claimed: set[str]) -> Registration | None:
     """The backend for torch's own accelerator, unless its type is one of `claimed` by other backends."""
-    device = torch.accelerator.current_accelerator()
+    try:
+        device = torch.accelerator.current_accelerator()
+    except RuntimeError:  # a device type was named, but no runtime stands behind it
+        return None
     if device is None or device.type in claimed:
         return None
     device_type = device.type

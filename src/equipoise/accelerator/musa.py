@@ -65,7 +65,7 @@ def bootstrap(environ: Mapping[str, str]) -> None:
         _import_if_installed(RUNTIME_MODULE)
     if not any(_import_if_installed(module) for module in PATCH_MODULES):
         warnings.warn(
-            f"MUSA was chosen, but no patch module is installed ({', '.join(PATCH_MODULES)}); go on without it. "
+            f"MUSA was chosen and no patch module is installed ({' or '.join(PATCH_MODULES)}); none loaded. "
             f"If torch_musa needs one, put its folder into {PATCH_PATH_VARIABLE}",
             RuntimeWarning,
             stacklevel=2,
@@ -87,9 +87,7 @@ def is_available() -> Capability:
     """Whether `torch.musa` is loaded and sees a device. Loads nothing itself."""
     namespace = getattr(torch, "musa", None)
     if namespace is None:
-        return Capability(
-            False, f"torch has no namespace torch.musa; {RUNTIME_MODULE} is not installed or not loaded"
-        )
+        return Capability(False, f"torch has no torch.musa: {RUNTIME_MODULE} is not installed or not loaded")
     if not namespace.is_available():
         return Capability(False, "torch.musa.is_available() says no")
     seen = MUSAAccelerator().visible_devices()

@@ -137,7 +137,7 @@ class TorchAccelerator(Accelerator):
         if not answer:
             return answer
         kept = [os.environ.get(name, "") for name in self.allocator_variables]
-        settings = ",".join([text for text in kept if text][:1] + ["expandable_segments:True"])
+        settings = ",".join([*[text for text in kept if text][:1], "expandable_segments:True"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:

@@ -1,12 +1,13 @@
 """Backend strings of `torch.distributed`, parsed into maps from device type to transport.
 
-A backend string is one name ("nccl") or pairs ("cpu:gloo,cuda:nccl"). "nccl" is also what code written for NVIDIA
-says when it means "the accelerator's transport": `resolve_backend` turns it into the selected backend's own. No
-decision here is made by looking for a name inside a longer one.
+A backend string is one name ("nccl") or pairs ("cpu:gloo,cuda:nccl"). "nccl" is also what code written for
+NVIDIA says when it means "the accelerator's transport": `resolve_backend` turns it into the selected
+backend's own. No decision here is made by looking for a name inside a longer one.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -28,8 +29,8 @@ _PAIR = re.compile(r"([a-z][a-z0-9_]*):([a-z][a-z0-9_]*)")
 def parse_backend(backend: str) -> dict[str, str]:
     """`{device type: transport}` of a backend string, in the string's order.
 
-    A single name serves the device types that it was registered for. Raises `ConfigError` for a malformed string, a
-    device type given twice, and a single name that is not registered.
+    A single name serves the device types that it was registered for. Raises `ConfigError` for a malformed
+    string, a device type given twice, and a single name that is not registered.
     """
     text = backend.strip().lower()
     if ":" not in text:
@@ -50,7 +51,9 @@ def parse_backend(backend: str) -> dict[str, str]:
             )
         device_type, transport = match.groups()
         if device_type in transports:
-            raise ConfigError(f"the communication backend {backend!r} names {device_type!r} twice; name it once")
+            raise ConfigError(
+                f"the communication backend {backend!r} names {device_type!r} twice; name it once"
+            )
         transports[device_type] = transport
     return transports
 
@@ -69,8 +72,8 @@ def resolve_backend(backend: str | None, accelerator: Accelerator, inherited: st
     """The backend string that a group of this accelerator is made with.
 
     `backend` is what was asked for; None inherits `inherited`, the default group's, and without that it is
-    `accelerator.world_backend()`. A lone "nccl" becomes the accelerator's own transport. Everything else stays as it
-    is: "gloo", a transport's own name, and pairs. Raises `ConfigError` as `parse_backend` does.
+    `accelerator.world_backend()`. A lone "nccl" becomes the accelerator's own transport. Everything else
+    stays as it is: "gloo", a transport's own name, and pairs. Raises `ConfigError` as `parse_backend` does.
     """
     chosen = backend if backend is not None else inherited
     if chosen is None:
@@ -83,8 +86,11 @@ def resolve_backend(backend: str | None, accelerator: Accelerator, inherited: st
     return text
 
 
-def new_group(accelerator: Accelerator, ranks: list[int] | None = None, backend: str | None = None, **options: Any) -> Any:
-    """`torch.distributed.new_group` with `backend` resolved, whether given or inherited from the default group."""
+def new_group(
+    accelerator: Accelerator, ranks: list[int] | None = None, backend: str | None = None, **options: Any
+) -> Any:
+    """`torch.distributed.new_group` with `backend` resolved, whether given or inherited from the default
+    group."""
     inherited = str(dist.get_backend()) if backend is None else None
     return distributed_c10d.new_group(
         ranks=ranks, backend=resolve_backend(backend, accelerator, inherited), **options
@@ -113,9 +119,11 @@ _RESOLVED = ("init_process_group", "new_group")
 
 
 def _resolving(original: Callable[..., Any], accelerator: Accelerator, inherits: bool) -> Callable[..., Any]:
-    """`original` with its argument `backend` resolved; a backend left out is resolved only if it is inherited."""
+    """`original` with its argument `backend` resolved; a backend left out is resolved only if it is
+    inherited."""
     signature = inspect.signature(original)
 
+    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         backend = bound.arguments.get("backend")
