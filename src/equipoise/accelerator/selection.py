@@ -67,6 +67,7 @@ class _State:
     broken: dict[str, str] = field(default_factory=dict)  # entry points that failed to load, with the error
     bootstrapped: set[str] = field(default_factory=set)
     current: Accelerator | None = None
+    by_type: dict[str, Accelerator] = field(default_factory=dict)  # made for tensors of other devices
     selection: Selection | None = None
 
 
@@ -181,11 +182,13 @@ def accelerator_for(device: torch.device | str) -> Accelerator:
     with _lock:
         if _state.current is not None and _state.current.device_type == device_type:
             return _state.current
+        if device_type in _state.by_type:
+            return _state.by_type[device_type]
         known = _registrations()
         for name, registration in sorted(known.items(), key=_order):
             if (registration.device_type or name) == device_type:
                 _bootstrap(registration, os.environ)
-                return registration.factory()
+                return _state.by_type.setdefault(device_type, registration.factory())
     raise ConfigError(
         f"no backend handles {device_type!r} tensors; registered are {', '.join(sorted(known))}"
     )
