@@ -63,9 +63,7 @@ def weight_update_group_on_musa() -> dict[str, object]:
         group = dist.new_group()  # as third-party code does, inheriting the world's backend
     metadata = torch.tensor([float(os.environ["RANK"])])
     dist.broadcast(metadata, src=1, group=group, async_op=True).wait()
-    ours = {
-        name: any(group._get_backend(torch.device(name)) is made for made in MADE) for name in ("cpu", "musa")
-    }
+    ours = {name: any(group._get_backend(torch.device(name)) is made for made in MADE) for name in ("cpu", "musa")}
     config = str(dist.get_backend_config(group))
     dist.destroy_process_group()
     return {"config": config, "metadata": metadata.item(), "ours": ours}

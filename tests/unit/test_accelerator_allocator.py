@@ -82,9 +82,7 @@ def test_a_runtime_that_cannot_warns(recorder: acc.Accelerator, reason: str) -> 
 
 
 @pytest.mark.parametrize("text", ["", "true", "2", "01", " 1"])
-def test_anything_else_is_an_error_before_a_device_is_made(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_anything_else_is_an_error_before_a_device_is_made(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     monkeypatch.setenv("EQUIPOISE_ACCELERATOR", "cpu")
     with pytest.raises(ConfigError, match=f"{VARIABLE}={text!r} is not understood; expected 1"):

@@ -32,9 +32,7 @@ def test_cuda_conforms() -> None:
 def test_without_tensors_only_the_checks_that_compute_are_left_out() -> None:
     outcomes = run_checks(CPUAccelerator(), tensors=False)
     assert [o.check for o in outcomes] == list(CHECKS)
-    assert {o.check for o in outcomes if o.status == "skipped"} == {
-        n for n, c in CHECKS.items() if c.needs_tensors
-    }
+    assert {o.check for o in outcomes if o.status == "skipped"} == {n for n, c in CHECKS.items() if c.needs_tensors}
 
 
 class NoReason(CPUAccelerator):

@@ -53,9 +53,7 @@ def test_streams_are_valid_and_change_nothing(cpu: CPUAccelerator) -> None:
 
 
 @pytest.mark.parametrize("index", [None, 0, 3])
-def test_every_rank_of_a_host_gets_a_device_that_torch_accepts(
-    cpu: CPUAccelerator, index: int | None
-) -> None:
+def test_every_rank_of_a_host_gets_a_device_that_torch_accepts(cpu: CPUAccelerator, index: int | None) -> None:
     assert torch.empty(1, device=cpu.device(index)).device == torch.device("cpu")
     if index is not None:
         cpu.set_device(index)
@@ -136,9 +134,7 @@ V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
         ("0::/\n", {f"{V2}/memory.max": f"{GIB}", f"{V2}/memory.current": f"{2 * GIB}"}, (0, 1)),
     ],
 )
-def test_the_tightest_cgroup_bounds_the_memory(
-    tmp_path: Path, cgroup: str, files: dict, expected: tuple
-) -> None:
+def test_the_tightest_cgroup_bounds_the_memory(tmp_path: Path, cgroup: str, files: dict, expected: tuple) -> None:
     free, total = host_memory.available_and_total(fake_root(tmp_path, cgroup, files))
     assert (free / GIB, total / GIB) == expected
 

@@ -77,9 +77,7 @@ def test_a_request_without_a_device_says_which_variable_asked(monkeypatch: pytes
     monkeypatch.setenv("MUSA_VISIBLE_DEVICES", "1")
     with (
         pytest.warns(RuntimeWarning, match="no patch module"),
-        pytest.raises(
-            ConfigError, match=r"MUSA_VISIBLE_DEVICES='1' .*torch has no torch\.musa.*EQUIPOISE_ACCELERATOR"
-        ),
+        pytest.raises(ConfigError, match=r"MUSA_VISIBLE_DEVICES='1' .*torch has no torch\.musa.*EQUIPOISE_ACCELERATOR"),
     ):
         acc.get_accelerator()
     monkeypatch.setenv("EQUIPOISE_ACCELERATOR", "cpu")

@@ -87,9 +87,7 @@ def test_blank_and_auto_request_nothing(text: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("text", ["testb", " TestB "])
-def test_a_request_wins_over_priority_and_is_not_case_sensitive(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_wins_over_priority_and_is_not_case_sensitive(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     acc.register(fake("testa", priority=999))
     acc.register(fake("testb"))
     monkeypatch.setenv("EQUIPOISE_ACCELERATOR", text)
@@ -180,9 +178,7 @@ def test_a_vendor_variable_without_its_device_is_an_error_that_names_the_overrid
 ) -> None:
     acc.register(fake("testa", False, request_variables=("TESTA_DEVICES",)))
     monkeypatch.setenv("TESTA_DEVICES", "0")
-    with pytest.raises(
-        ConfigError, match=r"TESTA_DEVICES='0' asks for the testa backend.*set EQUIPOISE_ACCELERATOR"
-    ):
+    with pytest.raises(ConfigError, match=r"TESTA_DEVICES='0' asks for the testa backend.*set EQUIPOISE_ACCELERATOR"):
         acc.get_accelerator()
     monkeypatch.setenv("EQUIPOISE_ACCELERATOR", "cpu")
     assert acc.get_accelerator().name == "cpu"
@@ -304,9 +300,7 @@ THIRD_PARTY = fake("testa", priority=500)
 
 @pytest.mark.parametrize("value", ["THIRD_PARTY", "make_third_party"])
 def test_a_package_registers_through_an_entry_point(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        selection, "entry_points", lambda group: [entry_point("testa", f"{__name__}:{value}")]
-    )
+    monkeypatch.setattr(selection, "entry_points", lambda group: [entry_point("testa", f"{__name__}:{value}")])
     assert acc.get_accelerator().name == "testa"
 
 

@@ -19,7 +19,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("train", "serve"),
     ("integrations",),
     ("recipes",),
-    ("doctor", "launch"),
+    ("launch",),
+    ("doctor",),
     ("cli",),
     ("__main__",),
 ]

@@ -24,8 +24,6 @@ def test_no_vendor_namespace_outside_the_accelerator_layer(path: Path) -> None:
     assert vendor_calls(path.read_text()) == []
 
 
-@pytest.mark.parametrize(
-    "line", ["torch.cuda.synchronize()", "from torch import cuda", "x = x.cuda()", "torch.musa.x"]
-)
+@pytest.mark.parametrize("line", ["torch.cuda.synchronize()", "from torch import cuda", "x = x.cuda()", "torch.musa.x"])
 def test_the_search_finds_vendor_calls(line: str) -> None:
     assert vendor_calls(line) == [line]

@@ -58,8 +58,6 @@ def test_float32_follows_the_matmul_precision() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("Tesla V100-SXM2-16GB", torch.bfloat16), ("NVIDIA H200", torch.int8)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("Tesla V100-SXM2-16GB", torch.bfloat16), ("NVIDIA H200", torch.int8)])
 def test_a_type_without_a_figure(name: str, dtype: torch.dtype) -> None:
     assert peak_flops(name, dtype) is None

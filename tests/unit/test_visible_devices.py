@@ -150,9 +150,7 @@ def test_ordinals_and_uuids_compare_only_through_the_machines_uuids() -> None:
         (f"{UUID_A},{UUID_B}", [UUID_B], [1]),
     ],
 )
-def test_rays_accelerator_ids_map_to_local_ordinals(
-    text: str | None, ray_ids: list, local: list[int]
-) -> None:
+def test_rays_accelerator_ids_map_to_local_ordinals(text: str | None, ray_ids: list, local: list[int]) -> None:
     assert VisibleDevices.parse(text, "CUDA_VISIBLE_DEVICES").locals_of(ray_ids) == local
 
 

@@ -33,9 +33,7 @@ def configure_allocator(accelerator: Accelerator, environ: Mapping[str, str]) ->
     """Do what the variable asks for. Warns where the runtime cannot; raises `ConfigError` for a malformed
     value."""
     if not expandable_segments_requested(environ):
-        return Capability(
-            False, f"{VARIABLE} does not ask for expandable segments; the allocator is untouched"
-        )
+        return Capability(False, f"{VARIABLE} does not ask for expandable segments; the allocator is untouched")
     answer = accelerator.enable_expandable_segments()
     if answer:
         _log.info("expandable segments are on: %s", answer.reason)

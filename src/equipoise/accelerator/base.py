@@ -279,7 +279,6 @@ def checked_index(index: object, device_type: str) -> int:
     """`index` if it is a device ordinal, otherwise `ConfigError`."""
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise ConfigError(
-            f"{index!r} is not a {device_type} device index; "
-            "give the local ordinal as an integer of at least 0"
+            f"{index!r} is not a {device_type} device index; give the local ordinal as an integer of at least 0"
         )
     return index

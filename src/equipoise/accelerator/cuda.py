@@ -80,9 +80,7 @@ class CUDAAccelerator(TorchAccelerator):
         if not self.rocm:
             major, minor = torch.cuda.get_device_capability()
             if major < 8:
-                return Capability(
-                    False, f"compute capability {major}.{minor}; the project's kernels need 8.0"
-                )
+                return Capability(False, f"compute capability {major}.{minor}; the project's kernels need 8.0")
         return super()._supports_triton()
 
 

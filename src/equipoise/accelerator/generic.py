@@ -49,9 +49,7 @@ class GenericAccelerator(TorchAccelerator):
         """Make local ordinal `index` current."""
         count = self.device_count()
         if checked_index(index, self.device_type) >= count:
-            raise ConfigError(
-                f"{self.device_type} device {index} was asked for, but this process sees {count}"
-            )
+            raise ConfigError(f"{self.device_type} device {index} was asked for, but this process sees {count}")
         torch.accelerator.set_device_index(index)
 
     def device_count(self) -> int:
@@ -124,8 +122,7 @@ class GenericAccelerator(TorchAccelerator):
         function = getattr(self._optional_namespace(), name, None)
         if function is None:
             raise ConfigError(
-                f"torch.{self.device_type} has no {name}, "
-                "so the generator's state can be neither saved nor restored"
+                f"torch.{self.device_type} has no {name}, so the generator's state can be neither saved nor restored"
             )
         return function
 

@@ -61,9 +61,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """
     if _SLICE.search(device_name):
         return None
-    row = next(
-        (row for row in _ROWS if re.search(rf"(?<![A-Za-z0-9])(?:{row[0]})(?![0-9])", device_name)), None
-    )
+    row = next((row for row in _ROWS if re.search(rf"(?<![A-Za-z0-9])(?:{row[0]})(?![0-9])", device_name)), None)
     if row is None:
         return None
     _, half, tf32, single = row

@@ -87,11 +87,7 @@ def register_accelerator(
 
     Raises `ConfigError` for a name that is blank or "auto", and when a backend was chosen already.
     """
-    register(
-        Registration(
-            name, factory, is_available, priority, communication_backends=communication_backends, **more
-        )
-    )
+    register(Registration(name, factory, is_available, priority, communication_backends=communication_backends, **more))
 
 
 def register(registration: Registration) -> None:
@@ -112,9 +108,7 @@ def set_accelerator(accelerator: Accelerator) -> None:
     """Use this backend object from now on, whatever the environment says."""
     with _lock:
         _state.current = accelerator
-        _state.selection = Selection(
-            accelerator.name, "injected", "set_accelerator()", (), _seen((), os.environ)
-        )
+        _state.selection = Selection(accelerator.name, "injected", "set_accelerator()", (), _seen((), os.environ))
 
 
 def reset() -> None:
@@ -189,9 +183,7 @@ def accelerator_for(device: torch.device | str) -> Accelerator:
             if (registration.device_type or name) == device_type:
                 _bootstrap(registration, os.environ)
                 return _state.by_type.setdefault(device_type, registration.factory())
-    raise ConfigError(
-        f"no backend handles {device_type!r} tensors; registered are {', '.join(sorted(known))}"
-    )
+    raise ConfigError(f"no backend handles {device_type!r} tensors; registered are {', '.join(sorted(known))}")
 
 
 def selection_report() -> dict[str, Any]:
@@ -301,9 +293,7 @@ def _probe(registration: Registration) -> Capability:
         answer = registration.is_available()
     except Exception as error:
         text = f"its probe raised {type(error).__name__}: {error}"
-        warnings.warn(
-            f"accelerator backend {registration.name!r} is left out: {text}", RuntimeWarning, stacklevel=2
-        )
+        warnings.warn(f"accelerator backend {registration.name!r} is left out: {text}", RuntimeWarning, stacklevel=2)
         return Capability(False, text)
     if isinstance(answer, Capability):
         return answer

@@ -101,9 +101,7 @@ def _refuses(call: Callable[[], object], error: type[Exception], what: str) -> N
 def names_are_usable(acc: Accelerator) -> None:
     """The name can be written into EQUIPOISE_ACCELERATOR and the device type is one of torch's."""
     _require(acc.name == acc.name.strip().lower() and acc.name not in ("", "auto"), f"bad name {acc.name!r}")
-    _require(
-        torch.device(acc.device_type).type == acc.device_type, f"{acc.device_type!r} is no torch device type"
-    )
+    _require(torch.device(acc.device_type).type == acc.device_type, f"{acc.device_type!r} is no torch device type")
     _require(acc.device_name().strip() != "", "device_name() is blank")
 
 
@@ -206,9 +204,7 @@ def random_numbers_repeat(acc: Accelerator) -> None:
     state = acc.rng_state()
     first, second = (torch.rand(64, device=acc.device()) for _ in range(2))
     acc.set_rng_state(state)
-    _require(
-        torch.equal(torch.rand(64, device=acc.device()), first), "the restored state gives other numbers"
-    )
+    _require(torch.equal(torch.rand(64, device=acc.device()), first), "the restored state gives other numbers")
     _require(not torch.equal(first, second), "two draws are equal")
 
 
@@ -219,14 +215,10 @@ def transports_are_named(acc: Accelerator) -> None:
     _require(own == own.strip().lower() and own and ":" not in own, f"communication_backend() gives {own!r}")
     world = acc.world_backend()
     pairs = dict(pair.split(":") for pair in world.split(",")) if ":" in world else {acc.device_type: world}
-    _require(
-        pairs.get(acc.device_type) == own, f"{world!r} does not carry {acc.device_type} tensors over {own}"
-    )
+    _require(pairs.get(acc.device_type) == own, f"{world!r} does not carry {acc.device_type} tensors over {own}")
     _require("cpu" in pairs or world == "gloo", f"{world!r} does not carry CPU tensors")
     update = acc.weight_update_backend()
-    _require(
-        update in (own, world), f"weight_update_backend() gives {update!r}, neither {own!r} nor {world!r}"
-    )
+    _require(update in (own, world), f"weight_update_backend() gives {update!r}, neither {own!r} nor {world!r}")
 
 
 @_check()
@@ -234,13 +226,9 @@ def capabilities_have_reasons(acc: Accelerator) -> None:
     """Every question gets an answer with a reason; a question that nobody asks is an error."""
     for capability in CAPABILITIES:
         answer = acc.supports(capability)
-        _require(
-            isinstance(answer, Capability) and answer.reason.strip(), f"supports({capability!r}): {answer!r}"
-        )
+        _require(isinstance(answer, Capability) and answer.reason.strip(), f"supports({capability!r}): {answer!r}")
     _refuses(lambda: acc.supports("telepathy"), ValueError, "supports() of an unknown capability")
-    _require(
-        (acc.profiler_activity() is not None) == acc.supports("profiler").ok, "the profiler's answers differ"
-    )
+    _require((acc.profiler_activity() is not None) == acc.supports("profiler").ok, "the profiler's answers differ")
 
 
 @_check()

@@ -198,9 +198,7 @@ class TorchAccelerator(Accelerator):
         check = getattr(self.namespace, "is_bf16_supported", None)
         if check is None:
             return Capability(False, f"torch.{self.device_type} does not say that it has bfloat16")
-        return Capability(
-            bool(check()), f"torch.{self.device_type}.is_bf16_supported() of {self.device_name()}"
-        )
+        return Capability(bool(check()), f"torch.{self.device_type}.is_bf16_supported() of {self.device_name()}")
 
     def _supports_fp16(self) -> Capability:
         return Capability(True, "torch computes float16 on every device of this kind")

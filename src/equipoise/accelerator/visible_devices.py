@@ -110,9 +110,7 @@ class VisibleDevices:
                 return self.ids.index(wanted)
         matches = [i for i, entry in enumerate(self.ids) if _same(entry, wanted)]
         if len(matches) > 1:
-            raise ConfigError(
-                f"device {physical!r} is ambiguous: {self} holds {len(matches)} ids that fit it"
-            )
+            raise ConfigError(f"device {physical!r} is ambiguous: {self} holds {len(matches)} ids that fit it")
         if not matches:
             raise ConfigError(f"device {physical!r} is hidden from this process by {self}")
         return matches[0]

@@ -36,8 +36,8 @@ class TokenizedDocuments:
 
 @dataclass(frozen=True)
 class Datasets:
-    """`train`, `held_out` (None where `eval_fraction` is 0), which share no document, and the tokenizer of
-    both."""
+    """`train`, `held_out` (None where `eval_fraction` is 0 or no document can be cut), which share no
+    document, and the tokenizer of both."""
 
     train: TokenDataset
     held_out: TokenDataset | None
@@ -66,9 +66,7 @@ def build_dataset(
     if config.source == "random":
         size = vocab_size or tokenizer.vocab_size
         train = RandomDataset(size, sequence_length, _RANDOM_TRAIN, seed)
-        held_out = (
-            RandomDataset(size, sequence_length, _RANDOM_HELD_OUT, seed + 1) if config.eval_fraction else None
-        )
+        held_out = RandomDataset(size, sequence_length, _RANDOM_HELD_OUT, seed + 1) if config.eval_fraction else None
         return Datasets(train, held_out, tokenizer)
 
     report = SourceReport(config.source)
@@ -121,9 +119,7 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> TokenizedDocumen
     return TokenizedDocuments(tokens, _offsets(np.array(lengths, np.int64)), np.array(draw, np.float64))
 
 
-def split(
-    documents: TokenizedDocuments, eval_fraction: float
-) -> tuple[TokenizedDocuments, TokenizedDocuments | None]:
+def split(documents: TokenizedDocuments, eval_fraction: float) -> tuple[TokenizedDocuments, TokenizedDocuments | None]:
     """(training, held out) parts. A document's side depends on its own text alone, so adding documents moves
     none and equal ones stay together. Where that leaves a side empty, or fewer than one document is due, the
     end of the longest document is held out instead."""
@@ -145,8 +141,10 @@ def _split_longest(
     begin, end = int(documents.starts[longest]), int(documents.starts[longest + 1])
     wanted = max(round(len(documents.tokens) * eval_fraction), 2)
     cut = max(end - wanted, begin + int(lengths[longest]) // 2)
-    if cut == begin or end - cut < 2:
+    if end - cut < 2:
+        logger.warning("no document is long enough to hold a part of it out; there will be no evaluation")
         return documents, None
+    logger.info("too few documents to hold whole ones out: the end of the longest, %d tokens, is", end - cut)
     tokens = np.concatenate([documents.tokens[:cut], documents.tokens[end - 1 : end], documents.tokens[end:]])
     shorter = lengths.copy()
     shorter[longest] = cut - begin + 1

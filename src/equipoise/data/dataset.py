@@ -82,9 +82,7 @@ class StreamDataset(_TextDataset):
     """Consecutive sequences of one stream of tokens; documents follow each other across the end-of-document
     token."""
 
-    def __init__(
-        self, tokens: np.ndarray, tokenizer: Tokenizer, sequence_length: int, pad_last: bool = False
-    ) -> None:
+    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, sequence_length: int, pad_last: bool = False) -> None:
         """`tokens`: unsigned [T], kept, not copied. T // S sequences at most; the rest of the stream is left
         out, or with `pad_last` becomes a last sequence that is filled up with ignored positions."""
         super().__init__(tokens, tokenizer, sequence_length)
@@ -143,9 +141,7 @@ class RandomDataset:
         self.fingerprint = f"random-{vocab_size}-{sequence_length}-{num_sequences}-{seed}"
 
     def sequence(self, index: int) -> TokenSequence:
-        bits = np.random.Philox(np.random.SeedSequence([self._seed, index])).random_raw(
-            self.sequence_length + 1
-        )
+        bits = np.random.Philox(np.random.SeedSequence([self._seed, index])).random_raw(self.sequence_length + 1)
         window = (bits % np.uint64(self._vocab_size)).astype(np.int64)
         return TokenSequence(window[:-1], window[1:], None)
 

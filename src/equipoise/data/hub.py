@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,8 +25,9 @@ def tokenizer_folder(model_id: str) -> Path:
     Raises `DataError` without the hub package, without a network, or when the model has no `tokenizer.json`.
     """
     path = _download(model_id, "tokenizer.json", "model", None, what=f"data.tokenizer {model_id!r}")
-    names = _call("list_repo_files", f"data.tokenizer {model_id!r}", model_id, repo_type="model")
-    if "tokenizer_config.json" in names:
+    with suppress(
+        DataError
+    ):  # not every model has one, and a copy without it may serve where there is no network
         _download(model_id, "tokenizer_config.json", "model", None, what=f"data.tokenizer {model_id!r}")
     return path.parent
 
@@ -49,13 +51,10 @@ def dataset_files(spec: str, include: str | None) -> Iterator[Path]:
         chosen = _choose(names, include)
         subsets = sorted({PurePosixPath(name).parts[0] for name in chosen})
         if len(subsets) > 1 and include is None:
-            raise DataError(
-                f"{what} has the subsets {', '.join(subsets)}; choose with data.include 'NAME/train/*'"
-            )
+            raise DataError(f"{what} has the subsets {', '.join(subsets)}; choose with data.include 'NAME/train/*'")
     if not chosen:
         raise DataError(
-            f"{what}: no file matches {include or 'the training split'!r}; it has "
-            f"{', '.join(names[:12]) or 'none'}"
+            f"{what}: no file matches {include or 'the training split'!r}; it has {', '.join(names[:12]) or 'none'}"
         )
     for name in chosen:
         yield _download(dataset_id, name, "dataset", revision or None, what)

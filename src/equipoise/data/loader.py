@@ -40,12 +40,8 @@ class Batch:
             self,
             input_ids=self.input_ids.to(device, non_blocking=True),
             labels=self.labels.to(device, non_blocking=True),
-            position_ids=None
-            if self.position_ids is None
-            else self.position_ids.to(device, non_blocking=True),
-            document_ids=None
-            if self.document_ids is None
-            else self.document_ids.to(device, non_blocking=True),
+            position_ids=None if self.position_ids is None else self.position_ids.to(device, non_blocking=True),
+            document_ids=None if self.document_ids is None else self.document_ids.to(device, non_blocking=True),
         )
 
 
@@ -133,9 +129,7 @@ class Loader:
         of another seed, order or global batch, from which the position would mean something else."""
         expected = self.state_dict()
         if missing := sorted(expected.keys() - state.keys()):
-            raise DataError(
-                f"the saved data position lacks {', '.join(missing)}; it is not one of this loader"
-            )
+            raise DataError(f"the saved data position lacks {', '.join(missing)}; it is not one of this loader")
         different = [
             f"{key} {state[key]!r} (now {expected[key]!r})"
             for key in expected

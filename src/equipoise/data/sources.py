@@ -70,9 +70,7 @@ def read_documents(config: DataConfig, report: SourceReport) -> Iterator[str]:
             if report.num_documents == config.max_documents:
                 return
     if report.num_documents == 0:
-        raise DataError(
-            f"data.source {config.source!r} has no text ({report.describe()}); give files that have some"
-        )
+        raise DataError(f"data.source {config.source!r} has no text ({report.describe()}); give files that have some")
 
 
 def _files(config: DataConfig) -> Iterator[Path]:
@@ -88,6 +86,11 @@ def _files(config: DataConfig) -> Iterator[Path]:
                 "'stdlib', 'random', a text, .jsonl or .parquet file, a folder, or hf://owner/name"
             )
         if not root.is_dir():
+            if config.include is not None:
+                raise DataError(
+                    f"data.include {config.include!r} needs a folder, and data.source {config.source!r} is a "
+                    "file; leave it unset"
+                )
             yield root
             return
         pattern = config.include or "**/*"
@@ -110,9 +113,7 @@ def _stdlib_files() -> Iterator[Path]:
         folders[:] = [name for name in folders if name not in _FOREIGN]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
-        raise DataError(
-            f"data.source 'stdlib': this Python has no .py files in {root}; set data.source to a folder"
-        )
+        raise DataError(f"data.source 'stdlib': this Python has no .py files in {root}; set data.source to a folder")
     yield from _in_order(found, root)
 
 
@@ -210,8 +211,7 @@ def _read_parquet(path: Path, column: str, report: SourceReport) -> Iterator[tup
 
 def _no_column(column: str, where: str, available: list[str]) -> DataError:
     return DataError(
-        f"data.source {where}: no column {column!r}; set data.column to one of "
-        f"{', '.join(available) or '(none there)'}"
+        f"data.source {where}: no column {column!r}; set data.column to one of {', '.join(available) or '(none there)'}"
     )
 
 

@@ -108,9 +108,7 @@ class JsonTokenizer:
     @cached_property
     def _bytes_V(self) -> np.ndarray:  # noqa: N802 - a tensor: bytes of text that each id stands for, [vocab_size]
         spec = json.loads(self._backend.to_str())
-        byte_level = _has_type(spec.get("decoder"), "ByteLevel") or _has_type(
-            spec.get("pre_tokenizer"), "ByteLevel"
-        )
+        byte_level = _has_type(spec.get("decoder"), "ByteLevel") or _has_type(spec.get("pre_tokenizer"), "ByteLevel")
         added = {entry["id"]: entry for entry in spec.get("added_tokens", [])}
         table = np.zeros(self.vocab_size, np.int64)
         for token, index in self._vocab.items():
@@ -136,9 +134,7 @@ class JsonTokenizer:
                     f"tokenizer_config.json beside it, none of {', '.join(_USUAL_EOS)}); set data.eos_token"
                 )
         if eos_token not in self._vocab:
-            raise DataError(
-                f"data.eos_token {eos_token!r} is not in the vocabulary of {path}; give one that is"
-            )
+            raise DataError(f"data.eos_token {eos_token!r} is not in the vocabulary of {path}; give one that is")
         return self._vocab[eos_token]
 
 
@@ -149,9 +145,7 @@ def load_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
     """
     if spec == "bytes":
         if eos_token is not None:
-            raise DataError(
-                f"data.eos_token {eos_token!r}: the byte tokenizer has its own end token; leave it unset"
-            )
+            raise DataError(f"data.eos_token {eos_token!r}: the byte tokenizer has its own end token; leave it unset")
         return ByteTokenizer()
     path = Path(spec).expanduser()
     if not path.exists():

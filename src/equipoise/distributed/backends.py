@@ -51,9 +51,7 @@ def parse_backend(backend: str) -> dict[str, str]:
             )
         device_type, transport = match.groups()
         if device_type in transports:
-            raise ConfigError(
-                f"the communication backend {backend!r} names {device_type!r} twice; name it once"
-            )
+            raise ConfigError(f"the communication backend {backend!r} names {device_type!r} twice; name it once")
         transports[device_type] = transport
     return transports
 
@@ -92,9 +90,7 @@ def new_group(
     """`torch.distributed.new_group` with `backend` resolved, whether given or inherited from the default
     group."""
     inherited = str(dist.get_backend()) if backend is None else None
-    return distributed_c10d.new_group(
-        ranks=ranks, backend=resolve_backend(backend, accelerator, inherited), **options
-    )
+    return distributed_c10d.new_group(ranks=ranks, backend=resolve_backend(backend, accelerator, inherited), **options)
 
 
 @contextmanager

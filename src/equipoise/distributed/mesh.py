@@ -63,7 +63,8 @@ def derive_axes(parallel: ParallelConfig, world_size: int, num_experts: int) -> 
     if shard % ep:
         raise ConfigError(
             f"parallel.ep_size is {ep}, which does not divide {shard} ranks (world size {world_size} / "
-            f"parallel.replicate_size {replicate}): choose one of {_divisors(shard)}, or start another number of processes"
+            f"parallel.replicate_size {replicate}): choose one of {_divisors(shard)}, or start another number of "
+            "processes"
         )
     if num_experts % ep:
         valid = [d for d in _divisors(num_experts) if shard % d == 0]
@@ -116,7 +117,6 @@ def build_meshes(sizes: AxisSizes, world: World) -> Meshes:
         for r in range(sizes.replicate)
     ]
     create = world.groups.create_partition
-    everyone = world.groups.create("everyone", list(range(sizes.world)))
     ep = create("ep", [ranks for block in grid for ranks in block])
     efsdp = create("efsdp", [list(ranks) for block in grid for ranks in zip(*block)])
     shard = create("shard", [[rank for row in block for rank in row] for block in grid])
@@ -135,4 +135,4 @@ def build_meshes(sizes: AxisSizes, world: World) -> Meshes:
         replicate = create("replicate", [list(column) for column in zip(*rows)])
         dense = mesh([replicate, shard], rows, ("replicate", "shard"))
         experts = mesh([replicate, efsdp, ep], grid, ("replicate", "efsdp", "ep"))
-    return Meshes(sizes, dense, experts, everyone)
+    return Meshes(sizes, dense, experts, world.group)

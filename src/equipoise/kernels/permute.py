@@ -45,7 +45,10 @@ def make_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation
 
 
 def _gather_sum(
-    rows_RD: torch.Tensor, row_TK: torch.Tensor, valid_TK: torch.Tensor | None, weights_TK: torch.Tensor | None
+    rows_RD: torch.Tensor,
+    row_TK: torch.Tensor,
+    valid_TK: torch.Tensor | None,
+    weights_TK: torch.Tensor | None,
 ) -> torch.Tensor:
     """For each token the FP32 sum over its slots of (weight times) its row; invalid slots add exactly 0."""
     total = torch.zeros(row_TK.shape[0], rows_RD.shape[1], dtype=torch.float32, device=rows_RD.device)
@@ -111,7 +114,10 @@ def permute(x_TD: torch.Tensor, permutation: Permutation, num_rows: int | None =
 
 
 def combine(
-    rows_RD: torch.Tensor, weights_TK: torch.Tensor, permutation: Permutation, dtype: torch.dtype | None = None
+    rows_RD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    permutation: Permutation,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """y_TD = sum over k of weights_TK times the slot's row, summed in FP32, as `dtype` (default: the rows')."""
     slot_R = permutation.slot_R[: rows_RD.shape[0]]
@@ -122,12 +128,12 @@ def combine(
 class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RD, order_R, inverse_R):
-        ctx.save_for_backward(order_R, inverse_R)
+        ctx.save_for_backward(inverse_R)
         return rows_RD.index_select(0, order_R)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        order_R, inverse_R = ctx.saved_tensors
+        (inverse_R,) = ctx.saved_tensors
         return grad_RD.index_select(0, inverse_R), None, None
 
 

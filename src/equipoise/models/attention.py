@@ -3,6 +3,7 @@
 Shapes: B sequences, S tokens, N query heads, G key/value heads, H features per head, D model features.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -40,13 +41,11 @@ def document_mask(document_ids_BS: torch.Tensor | None) -> AttentionMask:
             return (query >= key) & (document_ids_BS[batch, query] == document_ids_BS[batch, key])
 
         num_sequences, length = document_ids_BS.shape
-        return create_block_mask(
-            same_document, num_sequences, None, length, length, device=str(document_ids_BS.device)
-        )
+        return create_block_mask(same_document, num_sequences, None, length, length, device=str(document_ids_BS.device))
     spans = []
     for sequence, ids in enumerate(document_ids_BS):
         starts = [0, *(torch.nonzero(ids[1:] != ids[:-1]).flatten() + 1).tolist(), ids.numel()]
-        spans += [(sequence, start, end) for start, end in zip(starts, starts[1:])]
+        spans += [(sequence, start, end) for start, end in pairwise(starts)]
     return Documents(spans)
 
 

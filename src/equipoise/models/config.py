@@ -35,7 +35,8 @@ class ModelConfig(Config):
     n_shared_experts: int = Field(0, ge=0)
     """Experts that every token passes through, fused into one feed-forward of this many times moe_intermediate_size."""
     norm_topk_prob: bool = False
-    """Whether the top-k weights are scaled to sum to 1. Released Qwen3-MoE weights set true; the family's default is false."""
+    """Whether the top-k weights are scaled to sum to 1. Released Qwen3-MoE weights say true; the family's default is
+    false."""
     mlp_only_layers: tuple[int, ...] = ()
     """Indices of layers that are dense."""
     decoder_sparse_step: PositiveInt = 1
@@ -94,7 +95,9 @@ class ModelConfig(Config):
                 f"choose one of {_divisors(self.num_experts)}"
             )
         elif self.topk_group > self.n_group:
-            problems.append(f"topk_group is {self.topk_group} but n_group is {self.n_group}: choose 1 to {self.n_group}")
+            problems.append(
+                f"topk_group is {self.topk_group} but n_group is {self.n_group}: choose 1 to {self.n_group}"
+            )
         elif self.topk_group * (self.num_experts // self.n_group) < self.num_experts_per_tok:
             problems.append(
                 f"topk_group {self.topk_group} of n_group {self.n_group} leaves "

@@ -116,9 +116,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, i, expert_kernel) for i in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config, i, expert_kernel) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
@@ -154,8 +152,7 @@ class LMHead(nn.Linear):
             return self._loss_sum(x_TD, labels_T)
         parts = zip(x_TD.split(chunk), labels_T.split(chunk))
         losses = [
-            checkpoint(self._loss_sum, x, labels, use_reentrant=False, preserve_rng_state=False)
-            for x, labels in parts
+            checkpoint(self._loss_sum, x, labels, use_reentrant=False, preserve_rng_state=False) for x, labels in parts
         ]
         return torch.stack(losses).sum()
 

@@ -1,0 +1,41 @@
+"""Gradient norm and clipping over parameters that live on different meshes."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def global_grad_norm(parameters: list[torch.nn.Parameter], shard_group: dist.ProcessGroup) -> torch.Tensor:
+    """L2 norm over all parameters, dense and expert, as a float32 scalar that is equal on every rank.
+
+    Each parameter is sharded exactly once over the ranks of the shard axis (dense ones over `shard`, experts over
+    efsdp x ep, which are the same ranks) and is equal on all replicas. So one sum over the shard group counts
+    every element once, and a replicated parameter is not counted again.
+
+    Raises:
+        ValueError: a parameter that requires a gradient has none; every one takes part in each step, so
+            something detached it.
+    """
+    missing = sum(p.grad is None for p in parameters if p.requires_grad)
+    if missing:
+        raise ValueError(f"{missing} parameters have no gradient: some part of the model was left out of the graph")
+    gradients = [_local(p.grad).float() for p in parameters if p.grad is not None]
+    gradients = [g for g in gradients if g.numel()]
+    total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
+    if gradients:
+        total = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    dist.all_reduce(total, group=shard_group)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: list[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scales all gradients by max_norm / norm where the norm is larger; no host sync. Non-finite norms must be
+    refused before this."""
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, (max_norm / norm.clamp(min=1e-30)).clamp(max=1.0))

@@ -1,0 +1,269 @@
+"""Starting the worker processes of this machine through torch's elastic agent, and being such a worker.
+
+The agent places the workers (RANK, WORLD_SIZE, ...), passes SIGINT and SIGTERM on to them and ends them all
+when one fails. This module adds what a user meets: one short error instead of the agent's report, and
+workers that stop by themselves when the launching process is gone.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from equipoise.errors import ConfigError, RankFailure
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+GRACE_S = 60
+"""Seconds that workers get to save after a signal before they are killed."""
+_RUN_ID_PREFIX = "equipoise-"
+_LOCALHOST = "127.0.0.1"
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of a worker that was told to end, by the agent as a rule."""
+_AGENT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+
+class LaunchError(RankFailure):
+    """A worker process failed. `exit_code` is what the command should exit with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class LaunchStopped(BaseException):
+    """The run was stopped by a signal; the workers had `GRACE_S` to save and are gone.
+
+    Not an `Exception`, so that no handler of errors takes a wanted stop for a failure.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        self.signal_number = signal_number
+
+
+def has_launcher(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has given this process its place: RANK and WORLD_SIZE are set."""
+    return bool(environment.get("RANK")) and bool(environment.get("WORLD_SIZE"))
+
+
+def is_own_worker(environment: Mapping[str, str]) -> bool:
+    """Whether this process is a worker that `launch` started."""
+    return environment.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID_PREFIX)
+
+
+def default_worker_count() -> int:
+    """Workers of this machine when the user names no number: one per accelerator device, one on CPU."""
+    from equipoise.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    return 1 if accelerator.device_type == "cpu" else max(1, accelerator.device_count())
+
+
+def check_worker_count(count: int) -> None:
+    """Raise `ConfigError` when there are fewer accelerator devices than workers."""
+    from equipoise.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_type == "cpu":
+        return
+    devices = accelerator.device_count()
+    if count > devices:
+        raise ConfigError(
+            f"--nproc-per-node {count}: this machine shows {devices} {accelerator.name} device(s), and each "
+            f"worker needs its own; give 1 to {devices}, or set EQUIPOISE_ACCELERATOR=cpu to run on the CPU"
+        )
+
+
+def core_count() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_port() -> int:
+    """A TCP port of localhost that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((_LOCALHOST, 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the time of the block, then put the old values back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def world_of_one() -> contextlib.AbstractContextManager[None]:
+    """For the time of the block, the environment that a launcher would give a single worker."""
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return environment({**one, "MASTER_ADDR": _LOCALHOST, "MASTER_PORT": str(free_port())})
+
+
+def launch(count: int, command: Sequence[str]) -> None:
+    """Run `count` workers of `command` on this machine and wait for all of them; no restarts.
+
+    Each worker gets cores / `count` OpenMP threads unless OMP_NUM_THREADS is set. When a worker fails, the
+    others are ended. No worker is left when this returns or raises. Call it from the main thread.
+
+    Args:
+        command: the program, then its arguments, the same for every worker.
+
+    Raises:
+        LaunchError: a worker failed; names the rank, its exit code or signal, and its message.
+        LaunchStopped: this process was told to stop; the workers received the same signal and got `GRACE_S`
+            seconds (30 under torch 2.11, where the agent has no such setting). Or a worker was, and all saved.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logs = tempfile.mkdtemp(prefix="equipoise-launch-")
+    settings: dict[str, Any] = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": count,
+        "run_id": f"{_RUN_ID_PREFIX}{uuid.uuid4().hex[:12]}",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",  # port 0: the agent's store takes a free one, without a race
+        "local_addr": _LOCALHOST,
+        "max_restarts": 0,
+        "monitor_interval": 0.1,
+        "logs_specs": DefaultLogsSpecs(log_dir=logs),
+        "signals_to_handle": ",".join(_signals_to_handle()),
+    }
+    if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
+        settings["shutdown_timeout"] = GRACE_S
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, core_count() // count))
+    try:
+        with environment({"OMP_NUM_THREADS": threads}), _quiet_agent(), _handlers_put_back():
+            elastic_launch(LaunchConfig(**settings), command[0])(*command[1:])
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if codes <= {128 + signal.SIGTERM, 128 + signal.SIGINT}:  # the signal was sent to a worker itself
+            raise LaunchStopped(min(codes) - 128) from None
+        raise describe_failures(error.failures, count) from None
+    except SignalException as stop:
+        raise LaunchStopped(int(stop.sigval)) from None
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def _signals_to_handle() -> list[str]:
+    """Signals that end the run; those that are ignored (SIGHUP under nohup) stay ignored."""
+    present = [name for name in _AGENT_SIGNALS if hasattr(signal, name)]
+    return [name for name in present if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def _handlers_put_back() -> Iterator[None]:
+    """Undo the signal handlers that the agent installs for good."""
+    numbers = [getattr(signal, name) for name in _signals_to_handle()]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Keep the agent's log lines from the user, who gets one error instead; LOGLEVEL brings them back."""
+    before = logging.root.manager.disable
+    if not os.environ.get("LOGLEVEL"):
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def describe_failures(failures: "Mapping[int, ProcessFailure]", count: int) -> LaunchError:
+    """One short error about the failure that caused the others.
+
+    That is the first by time, except that a worker killed from outside counts before workers that failed
+    because of it, and workers that the agent ended count last.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, int, int]:
+        failure = failures[rank]
+        return failure.exitcode in _STOPPED, failure.exitcode >= 0, failure.timestamp, rank
+
+    first, *others = sorted(failures, key=order)
+    failure = failures[first]
+    text = f"rank {first} of {count} {_how_it_ended(failure.exitcode)}"
+    message = _recorded_message(failure.error_file_data)
+    text += f":\n{message}" if message else "; its own output is above"
+    also = [f"rank {r} {_how_it_ended(failures[r].exitcode)}" for r in sorted(others)]
+    if also:
+        text += f"\n({'; '.join(also[:4])}{'; ...' if len(also) > 4 else ''})"
+    return LaunchError(text, 2 if failure.exitcode == 2 else 1)
+
+
+def _how_it_ended(exit_code: int) -> str:
+    if exit_code in _STOPPED:
+        return "was stopped"
+    if exit_code >= 0:
+        return f"failed with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+    hint = " (often the system's out-of-memory killer)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _recorded_message(data: Mapping[str, Any]) -> str:
+    message = data.get("message")
+    return str(message.get("message", "")).strip() if isinstance(message, Mapping) else ""
+
+
+def record_error(error: BaseException) -> bool:
+    """In a worker, leave `error` where the agent looks for it; returns whether there is such a place.
+
+    Call it while `error` is being handled.
+    """
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        return False
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        get_error_handler().record_exception(error)
+    except OSError as problem:
+        print(f"The error could not be recorded for the launcher: {problem}", file=sys.stderr)
+        return False
+    return True
+
+
+def end_with_parent(grace_s: float = GRACE_S, interval_s: float = 1.0) -> None:
+    """In a worker, watch the launching process: when it is gone, ask this one to stop, then end it.
+
+    The agent cannot end its workers when it is killed itself. Workers without it would wait for ever.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(interval_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

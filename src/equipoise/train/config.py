@@ -1,0 +1,103 @@
+"""The root of the configuration tree, and the checks that need more than one section."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from equipoise.checkpoint.config import CheckpointConfig
+from equipoise.config import Config
+from equipoise.data.config import DataConfig
+from equipoise.distributed.mesh import AxisSizes, ParallelConfig, derive_axes
+from equipoise.errors import ConfigError
+from equipoise.models.config import ModelConfig
+from equipoise.train.metrics import MetricsConfig
+from equipoise.train.optimizer import OptimizerConfig
+
+
+class LoopConfig(Config):
+    """The training loop."""
+
+    steps: PositiveInt = 100
+    """Optimizer steps of the whole run."""
+    global_batch_size: PositiveInt = 16
+    """Sequences per optimizer step over all ranks. The same number gives the same training at any world size."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences per forward on one rank; none takes the rank's whole share at once (no gradient accumulation)."""
+    sequence_length: PositiveInt = 256
+    """Tokens per sequence."""
+    seed: int = Field(0, ge=0)
+    """Seed of the initial weights and of the data order."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; master weights are FP32 either way. auto is bfloat16 on an accelerator that has it, otherwise
+    float32."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activations run again in backward to save memory: full keeps only layer inputs and routing decisions,
+    selective also keeps attention and dense products."""
+    compile: bool = False
+    """Compiles attention and dense feed-forward parts with torch.compile."""
+    expert_kernel: Literal["auto", "loop", "grouped_mm"] = "auto"
+    """Implementation of the experts' products; auto probes the device and says what it chose."""
+    eval_every: int = Field(0, ge=0)
+    """Evaluate on held-out sequences every n steps, and at the end; 0 evaluates at the end only."""
+    eval_sequences: PositiveInt = 64
+    """Held-out sequences per evaluation."""
+
+
+class TrainConfig(Config):
+    """Everything that defines a training run except the world size, which the launcher gives."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: LoopConfig = LoopConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    def check_world(self, world_size: int) -> None:
+        """Raises ConfigError when these settings cannot run on `world_size` ranks; needs no process group."""
+        plan_run(self, world_size)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a configuration means for a world size."""
+
+    axes: AxisSizes
+    micro_batch_size: int
+    accumulation_steps: int
+
+
+def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
+    """Checks the settings against each other and the world size; needs no process group.
+
+    Raises:
+        ConfigError: an impossible combination; names the keys, the values and what would be valid.
+    """
+    axes = derive_axes(config.parallel, world_size, config.model.num_experts)
+    loop, model = config.train, config.model
+    if config.parallel.dispatcher == "local" and axes.ep > 1:
+        raise ConfigError(
+            f"parallel.dispatcher is 'local' but parallel.ep_size is {axes.ep}: choose all_to_all, all_gather or auto"
+        )
+    if loop.sequence_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"train.sequence_length is {loop.sequence_length}, longer than model.max_position_embeddings "
+            f"{model.max_position_embeddings}: shorten the one or raise the other"
+        )
+    if loop.global_batch_size % world_size:
+        low = max(1, loop.global_batch_size // world_size) * world_size
+        raise ConfigError(
+            f"train.global_batch_size is {loop.global_batch_size} sequences, which the {world_size} ranks cannot share "
+            f"evenly: choose a multiple of {world_size}, such as {low}"
+        )
+    share = loop.global_batch_size // world_size
+    micro = loop.micro_batch_size or share
+    if share % micro:
+        valid = [d for d in range(1, share + 1) if share % d == 0]
+        raise ConfigError(
+            f"train.micro_batch_size is {micro}, which does not divide the {share} sequences of each rank "
+            f"(train.global_batch_size {loop.global_batch_size} / world size {world_size}): choose one of {valid}"
+        )
+    return RunPlan(axes, micro, share // micro)

@@ -1,0 +1,131 @@
+"""What a run folder says about how the run was started: `config.toml` and `run.json`."""
+
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel
+
+import equipoise
+from equipoise.errors import ConfigError
+from equipoise.train.schema import Schema, read_schema, spell
+from equipoise.train.values import parse_value
+
+CONFIG_FILE = "config.toml"
+RUN_FILE = "run.json"
+_HEADER = "# Resolved settings of this run. To repeat it: equipoise train {file}\n\n"
+
+
+def to_toml(config: BaseModel) -> str:
+    """Every setting of `config`, defaults included, as a recipe; `parse_config` reads an equal one back.
+
+    `None` is written as `"none"`. Raises `ConfigError` for a value that a recipe cannot hold: the text "none"
+    in a setting where it means `None`, or `None` inside a list.
+    """
+    schema = read_schema(type(config))
+    return tomli_w.dumps(_table(schema, "", config.model_dump(mode="json")))
+
+
+def _table(schema: Schema, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}.{name}" if prefix else name
+        if key in schema.sections and value is not None:
+            table[name] = _table(schema, key, value)
+            continue
+        setting = schema.settings.get(key)
+        looks_none = value is None or (isinstance(value, str) and value.lower() == "none")
+        if setting is not None and looks_none and setting.optional:
+            read_back = parse_value(setting.annotation, "none" if value is None else value)
+            if read_back is None and value is None:
+                value = "none"
+            elif read_back != value:
+                if value is None and setting.default == "none":
+                    continue
+                raise ConfigError(f"{key} = {spell(value, quote=True)}: a recipe would read this as {read_back!r}")
+        elif value is None:
+            value = "none"
+        if _holds_none(value):
+            raise ConfigError(f"{key} = {value!r}: a recipe cannot hold none inside a list or a table")
+        table[name] = value
+    return table
+
+
+def _holds_none(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_none(v) for v in value.values())
+    if isinstance(value, list):
+        return any(_holds_none(v) for v in value)
+    return value is None
+
+
+def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequence[str]) -> None:
+    """Write `config.toml` and `run.json` into `run_dir`, creating it. Call it on one rank only.
+
+    Each file is written beside its place and renamed, so that a reader never sees half of one.
+    """
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = _HEADER.format(file=shlex.quote(str(folder / CONFIG_FILE)))
+    write_replacing(folder / CONFIG_FILE, header + to_toml(config))
+    write_replacing(folder / RUN_FILE, json.dumps(describe_run(argv), indent=2) + "\n")
+
+
+def describe_run(argv: Sequence[str]) -> dict[str, Any]:
+    """Command, versions, source commit, host and start time (UTC, ISO 8601)."""
+    return {
+        "command": shlex.join(argv),
+        "argv": list(argv),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "working_directory": os.getcwd(),
+        "hostname": socket.gethostname(),
+        "platform": platform.platform(),
+        "versions": {
+            "equipoise": equipoise.__version__,
+            "python": platform.python_version(),
+            "torch": installed_version("torch"),
+            "triton": installed_version("triton"),
+        },
+        "git_commit": source_commit(),
+    }
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, without importing it; `None` when it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def source_commit() -> str | None:
+    """Commit of the checkout that this package runs from; `None` without git or a checkout."""
+    package = Path(equipoise.__file__).parent
+    # The first command fails where the package merely lies inside somebody else's repository, in its .venv.
+    for command in (["ls-files", "--error-unmatch", "__init__.py"], ["rev-parse", "HEAD"]):
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(package), *command], capture_output=True, text=True, timeout=10, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return done.stdout.strip()
+
+
+def write_replacing(path: Path, text: str) -> None:
+    """Write `text` to `path` through a temporary file beside it, flushed to disk before the rename."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

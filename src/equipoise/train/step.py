@@ -1,0 +1,167 @@
+"""One optimizer step: forward and backward of every microbatch, reductions over ranks, update.
+
+Shapes: B sequences, S tokens, L MoE layers, E experts, N microbatches of the step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from equipoise.data import IGNORED_LABEL, Batch
+from equipoise.distributed.collectives import all_reduce_sum
+from equipoise.distributed.gradients import clip_gradients, global_grad_norm
+from equipoise.distributed.mesh import Meshes
+from equipoise.models.model import ModelOutput, MoEForCausalLM
+from equipoise.moe.bias import update_selection_bias
+from equipoise.moe.layer import MoELayer
+from equipoise.train.load_statistics import rank_imbalance
+from equipoise.train.timing import PhaseTimer
+
+
+def padding_mask(batch: Batch) -> torch.Tensor | None:
+    """Bool [B, S], False on padding, on the CPU like the batch; None when every token is real.
+
+    Padding is the rest of a sequence behind its last packed document, and whole sequences without a single label.
+    """
+    if batch.document_ids is not None:
+        valid = batch.document_ids >= 0
+    else:
+        valid = (batch.labels != IGNORED_LABEL).any(1, keepdim=True).expand(batch.labels.shape)
+    return None if bool(valid.all()) else valid.contiguous()
+
+
+def run_model(model: MoEForCausalLM, batch: Batch, device: torch.device) -> ModelOutput:
+    """Moves a batch to the device and computes its summed loss."""
+    valid = padding_mask(batch)
+    if valid is not None:
+        valid = valid.to(device, non_blocking=True)
+    batch = batch.to(device)
+    return model(batch.input_ids, batch.labels, batch.position_ids, batch.document_ids, valid)
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """The MoE layers of a model in order."""
+    return [m for m in model.modules() if isinstance(m, MoELayer)]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, equal on every rank.
+
+    loss: mean cross-entropy per valid token, nats. aux_loss, z_loss: mean over MoE layers, before their weights.
+    counts_LE: int64 tokens of each expert over all ranks and microbatches.
+    rank_imbalance_L: max over mean of the rank loads in an EP group, mean over microbatches and EP groups.
+    rank_imbalance_max: the largest of any layer, microbatch and EP group.
+    """
+
+    loss: float
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    num_tokens: int
+    counts_LE: torch.Tensor
+    rank_imbalance_L: torch.Tensor
+    rank_imbalance_max: float
+    stop_requested: bool
+
+
+class TrainStep:
+    """Runs steps on one rank. All state is in the model and the optimizer."""
+
+    def __init__(
+        self,
+        model: MoEForCausalLM,
+        optimizer: torch.optim.Optimizer,
+        meshes: Meshes,
+        device: torch.device,
+        timer: PhaseTimer,
+        max_grad_norm: float,
+    ) -> None:
+        self.model, self.optimizer, self.meshes, self.device = model, optimizer, meshes, device
+        self.timer, self.max_grad_norm = timer, max_grad_norm
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.layers = moe_layers(model)
+
+    def forward_backward(self, batches: list[Batch], num_tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Accumulates gradients of the step's loss over this rank's microbatches.
+
+        The loss is the sum over tokens divided by `num_tokens`, the valid tokens of the whole step on all ranks;
+        auxiliary losses weigh each microbatch by its share of those tokens. So gradients add up over ranks and
+        microbatches to those of one large batch.
+
+        Returns:
+            This rank's sums of [cross-entropy, aux, z] (already divided), and counts_NLE int64.
+        """
+        config = self.model.config
+        sums = [torch.zeros((), device=self.device) for _ in range(3)]
+        counts = []
+        for batch in batches:
+            with self.timer.phase("forward"):
+                output = run_model(self.model, batch, self.device)
+                assert output.loss_sum is not None
+                share = batch.num_valid_tokens / num_tokens
+                terms = [output.loss_sum / num_tokens]
+                if output.routings:
+                    terms.append(torch.stack([r.aux_loss for r in output.routings]).mean() * share)
+                    terms.append(torch.stack([r.z_loss for r in output.routings]).mean() * share)
+                    counts.append(torch.stack([r.counts_E for r in output.routings]))
+                loss = terms[0]
+                for term, weight in zip(terms[1:], (config.router_aux_loss_coef, config.router_z_loss_coef)):
+                    if weight:
+                        loss = loss + weight * term
+                for total, term in zip(sums, terms):
+                    total += term.detach()
+            with self.timer.phase("backward"):
+                loss.backward()
+        shape = (len(batches), len(self.layers), config.num_experts)
+        counts_NLE = torch.stack(counts).long() if counts else torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return sums, counts_NLE
+
+    def reduce(
+        self, sums: list[torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool
+    ) -> tuple[StepResult, torch.Tensor]:
+        """Sums a step's results over the ranks; returns them and the gradient norm as a device scalar."""
+        sizes, everyone = self.meshes.sizes, self.meshes.everyone
+        group_counts_NLE = counts_NLE
+        if sizes.ep > 1:
+            group_counts_NLE = counts_NLE.clone()
+            dist.all_reduce(group_counts_NLE, group=self.meshes.ep_group)
+        imbalance_NL = rank_imbalance(group_counts_NLE, sizes.ep)
+        worst = torch.ones((), dtype=torch.float64, device=self.device)
+        if imbalance_NL.numel():
+            worst = torch.maximum(worst, imbalance_NL.max())
+        largest = torch.stack([worst, worst.new_tensor(float(stop))])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=everyone)
+        norm = global_grad_norm(self.parameters, self.meshes.shard_group)
+        *losses, counts_LE, imbalance_L = all_reduce_sum(
+            [*sums, counts_NLE.sum(0), imbalance_NL.mean(0) / sizes.world], everyone
+        )
+        # The step's one wait for the device: whether the update may be made has to be known on the host.
+        loss, aux, z, grad_norm, worst_imbalance, stops = torch.stack([*losses, norm, *largest]).tolist()
+        result = StepResult(
+            loss=loss,
+            aux_loss=aux,
+            z_loss=z,
+            grad_norm=grad_norm,
+            num_tokens=num_tokens,
+            counts_LE=counts_LE,
+            rank_imbalance_L=imbalance_L,
+            rank_imbalance_max=worst_imbalance,
+            stop_requested=stops > 0,
+        )
+        return result, norm
+
+    def update(self, result: StepResult, norm: torch.Tensor, lr: float) -> None:
+        """Clips, updates the parameters and then the selection biases, and clears the gradients."""
+        if self.max_grad_norm and result.grad_norm > self.max_grad_norm:
+            clip_gradients(self.parameters, norm, self.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for layer, counts_E in zip(self.layers, result.counts_LE):
+            if layer.gate.e_score_correction_bias is not None:
+                speed = self.model.config.bias_update_speed
+                update_selection_bias(layer.gate.e_score_correction_bias, counts_E, speed)

@@ -1,0 +1,62 @@
+"""Stopping a run gracefully: a signal asks, the trainer finishes its step, saves, and says so."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT)
+
+
+class StoppedBySignal(BaseException):
+    """The run was stopped by a signal after it saved; the command line exits with 128 + `signal_number`.
+
+    Not an `Exception`, so that no handler of errors takes a wanted stop for a failure.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        self.signal_number = signal_number
+
+
+class StopSignals:
+    """While entered, SIGTERM and SIGINT only set `requested`; a second SIGINT raises `KeyboardInterrupt`.
+
+    A signal reaches one process while the others may not see it, so the ranks have to agree on
+    `requested` (a maximum over ranks) before they act on it. An entered instance passes signals on to one
+    that was entered before it. Outside the main thread Python allows no handlers: entering changes
+    nothing there.
+    """
+
+    def __init__(self) -> None:
+        self.requested = 0
+        """Number of the signal that asked for the stop; 0 when none did."""
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._receive) for number in _HANDLED}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            # A handler that was not installed from Python is reported as None and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def raise_if_requested(self) -> None:
+        """Raise `StoppedBySignal` if a signal has asked for the stop."""
+        if self.requested:
+            raise StoppedBySignal(self.requested)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        again = self.requested == signal.SIGINT == number
+        self.requested = self.requested or number
+        outer: Callable[[int, FrameType | None], Any] | Any = self._previous.get(number)
+        if isinstance(getattr(outer, "__self__", None), StopSignals):
+            outer(number, frame)
+        if again:
+            raise KeyboardInterrupt

@@ -1,0 +1,239 @@
+"""The training loop on one rank: steps, evaluation, checkpoints, metrics, and a clean stop."""
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from equipoise.checkpoint.training import (
+    TrainingState,
+    find_latest,
+    load_checkpoint,
+    refuse_existing,
+    save_checkpoint,
+)
+from equipoise.data import Datasets, Loader, eval_batches
+from equipoise.distributed.collectives import all_reduce_sum
+from equipoise.distributed.mesh import build_meshes
+from equipoise.distributed.world import World
+from equipoise.errors import NonFiniteLossError
+from equipoise.models.parallelize import build_parallel_model
+from equipoise.train.config import TrainConfig, plan_run
+from equipoise.train.console import Console
+from equipoise.train.metrics import MetricsWriter
+from equipoise.train.optimizer import build_optimizer, learning_rate
+from equipoise.train.record import StepRecorder
+from equipoise.train.step import TrainStep, run_model
+from equipoise.train.stop import StopSignals
+from equipoise.train.timing import PhaseTimer
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints inside a run folder."""
+
+
+class Trainer:
+    """Builds everything that a run needs from its configuration and runs it. Every method is collective."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        datasets: Datasets,
+        run_dir: Path,
+        stop: StopSignals,
+        resume: bool,
+    ) -> None:
+        self.config, self.world, self.datasets, self.run_dir = config, world, datasets, run_dir
+        self.stop, self.resume = stop, resume
+        loop = config.train
+        self.plan = plan_run(config, world.size)
+        self.dtype = compute_dtype(config, world)
+        self.meshes = build_meshes(self.plan.axes, world)
+        with world.operation("build the model", deadline_s=10 * world.timeout_s):
+            self.model = build_parallel_model(
+                config.model,
+                self.meshes,
+                world.device,
+                loop.seed,
+                compute_dtype=self.dtype,
+                dispatcher=config.parallel.dispatcher,
+                expert_kernel=loop.expert_kernel,
+                recompute=loop.recompute,
+                compile=loop.compile,
+                reshard_after_forward=config.parallel.reshard_after_forward,
+            )
+        world.accelerator.manual_seed(loop.seed + world.rank)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.loader = Loader(
+            datasets.train,
+            loop.global_batch_size,
+            self.plan.micro_batch_size,
+            world.rank,
+            world.size,
+            loop.seed,
+            config.data.shuffle,
+        )
+        self.timer = PhaseTimer(world.accelerator)
+        self.step_runner = TrainStep(
+            self.model, self.optimizer, self.meshes, world.device, self.timer, config.optimizer.max_grad_norm
+        )
+        self.step = 0
+        self.metrics_position = 0
+        self.resumed_from: Path | None = None
+
+    def run(self) -> None:
+        """Trains from the current state to the last step; always leaves a checkpoint of where it stopped.
+
+        Raises:
+            NonFiniteLossError: on every rank, with the state before the bad step saved.
+        """
+        self._resume()
+        is_first = self.world.rank == 0
+        recorder = StepRecorder(self.config, self.plan, self.world, self.model, self.dtype)
+        if is_first:
+            for line in recorder.describe(self.resumed_from):
+                logger.info(line)
+        writer = MetricsWriter(self.run_dir, self.config.metrics, resume_step=self.step) if is_first else None
+        console = Console(self.config.train.steps, self.step) if is_first else None
+        try:
+            self._loop(recorder, writer, console)
+        finally:
+            self.loader.close()
+            if console is not None:
+                console.close()
+            if writer is not None:
+                writer.close()
+
+    def _loop(self, recorder: StepRecorder, writer: MetricsWriter | None, console: Console | None) -> None:
+        loop, num_steps = self.config.train, self.config.train.steps
+        while self.step < num_steps:
+            started = time.perf_counter()
+            record = self._train_step(recorder, started)
+            stopping = record.pop("stop_requested")
+            last = stopping or self.step == num_steps
+            if (loop.eval_every and self.step % loop.eval_every == 0) or (last and not stopping):
+                record |= self.evaluate()
+            if writer is not None:
+                writer.write(record)
+                self.metrics_position = writer.position
+            if console is not None:
+                console.step(record)
+            every = self.config.checkpoint.every
+            if last or (every and self.step % every == 0):
+                self.save()
+            if stopping:
+                logger.info("stopped by a signal after step %d; the state is saved", self.step)
+                break
+        if console is not None:
+            console.finish(self.run_dir, stopped=self.step < num_steps)
+
+    def _train_step(self, recorder: StepRecorder, started: float) -> dict[str, Any]:
+        """One step; returns its record. On a non-finite loss saves the state before it and raises."""
+        step = self.step + 1
+        with self.world.operation(f"step {step}"):
+            self.timer.start_step()
+            with self.timer.phase("data"):
+                loader_state = self.loader.state_dict()
+                batches = self.loader.next_step()
+            [num_tokens] = all_reduce_sum([float(sum(b.num_valid_tokens for b in batches))], self.world.group)
+            tokens = max(1, int(num_tokens))
+            sums, counts_NLE = self.step_runner.forward_backward(batches, tokens)
+            with self.timer.phase("optimizer"):
+                result, norm = self.step_runner.reduce(sums, counts_NLE, tokens, bool(self.stop.requested))
+                finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+                lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
+                if finite:
+                    self.step_runner.update(result, norm, lr)
+            if not finite:
+                self._refuse_step(step, result.loss, result.grad_norm, loader_state)
+            self.step = step
+            return recorder.record(step, result, lr, batches, self.timer, time.perf_counter() - started)
+
+    def _refuse_step(self, step: int, loss: float, grad_norm: float, loader_state: dict[str, Any]) -> None:
+        self.optimizer.zero_grad()
+        saved = self.save(loader_state)
+        raise NonFiniteLossError(
+            f"step {step}: the loss is {loss} and the gradient norm {grad_norm}. The update was not made; the state "
+            f"after step {step - 1} is saved in {saved}. Lower optimizer.lr, raise optimizer.warmup_steps, or look at "
+            f"the data of this step, then run again with --resume"
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Held-out loss per token and per byte; touches nothing that training counts. Empty without held-out data."""
+        if self.datasets.held_out is None:
+            return {}
+        loop, world = self.config.train, self.world
+        loss, tokens, num_bytes = torch.zeros((), device=world.device), 0, 0
+        with world.operation(f"step {self.step}: evaluation", deadline_s=10 * world.timeout_s):
+            self.model.eval()
+            for batch in eval_batches(
+                self.datasets.held_out,
+                loop.eval_sequences,
+                self.plan.micro_batch_size,
+                world.rank,
+                world.size,
+            ):
+                output = run_model(self.model, batch, world.device)
+                assert output.loss_sum is not None
+                loss += output.loss_sum
+                tokens += batch.num_valid_tokens
+                num_bytes += batch.num_bytes
+            self.model.train()
+            for module in self.model.modules():  # parameters kept whole for a backward that never comes
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            total, tokens_sum, bytes_sum = all_reduce_sum(
+                [loss.double(), torch.tensor(float(tokens), device=world.device), float(num_bytes)],
+                world.group,
+            )
+        return {
+            "eval_loss": float(total) / max(1.0, float(tokens_sum)),
+            "eval_nats_per_byte": float(total) / max(1.0, float(bytes_sum)),
+        }
+
+    def _state(self, loader_state: dict[str, Any] | None = None) -> TrainingState:
+        return TrainingState(
+            model=self.model,
+            optimizer=self.optimizer,
+            step=self.step,
+            seed=self.config.train.seed,
+            loader=loader_state or self.loader.state_dict(),
+            config=self.config.model_dump(mode="json"),
+            metrics_position=self.metrics_position,
+        )
+
+    def save(self, loader_state: dict[str, Any] | None = None) -> Path:
+        """Saves the state after `self.step` steps, unless it is saved already."""
+        directory = self.run_dir / CHECKPOINTS
+        latest = find_latest(directory, self.world)
+        if latest is not None and latest.name.endswith(f"{self.step:08d}"):
+            return latest
+        return save_checkpoint(directory, self._state(loader_state), self.world, self.config.checkpoint.keep_last)
+
+    def _resume(self) -> None:
+        directory = self.run_dir / CHECKPOINTS
+        if not self.resume:
+            refuse_existing(directory, self.world)
+            return
+        self.resumed_from = find_latest(directory, self.world)
+        if self.resumed_from is None:
+            return
+        restored = load_checkpoint(self.resumed_from, self._state(), self.world)
+        self.loader.load_state_dict(restored.loader)
+        self.step, self.metrics_position = restored.step, restored.metrics_position
+
+
+def compute_dtype(config: TrainConfig, world: World) -> torch.dtype:
+    """The dtype that `train.precision` means on this device."""
+    precision = config.train.precision
+    if precision == "auto":
+        on_device = world.device.type != "cpu" and bool(world.accelerator.supports("bf16"))
+        precision = "bfloat16" if on_device else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]

@@ -1,0 +1,190 @@
+"""A toy model trained twice: by plain PyTorch in one process, and by the parallel trainer. Used by parity tests."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from equipoise.accelerator import get_accelerator
+from equipoise.data import Batch
+from equipoise.distributed.mesh import ParallelConfig, build_meshes, derive_axes
+from equipoise.distributed.world import World, join_world
+from equipoise.models.config import ModelConfig
+from equipoise.models.initialize import initialize_model
+from equipoise.models.model import IGNORED_LABEL, MoEForCausalLM
+from equipoise.models.parallelize import build_parallel_model
+from equipoise.train.optimizer import OptimizerConfig, build_optimizer
+from equipoise.train.step import TrainStep
+from equipoise.train.timing import PhaseTimer
+
+VOCAB = 61
+OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5)
+SEED = 7
+
+
+def toy_model(**changes) -> ModelConfig:
+    values = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "mlp_only_layers": (1,),
+        "router_aux_loss_coef": 0.0,
+        "initializer_range": 0.2,
+    }
+    return ModelConfig(**(values | changes))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to spread one training. `lengths` cycles over the microbatches of all ranks."""
+
+    model: ModelConfig
+    ep: int = 1
+    replicate: int = 1
+    dispatcher: str = "auto"
+    recompute: str = "none"
+    accumulate: int = 2
+    lengths: tuple[int, ...] = (9, 12, 7, 11)
+    selection_bias: float = 0.0
+    """Bias of expert 0: a large one sends every token there."""
+
+
+def make_batch(index: int, length: int) -> Batch:
+    generator = torch.Generator().manual_seed(1000 + index)
+    ids = torch.randint(0, VOCAB, (1, length + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    if length > 4:
+        labels[:, 2] = IGNORED_LABEL  # so that ranks have unequal numbers of valid tokens
+    valid = int((labels != IGNORED_LABEL).sum())
+    return Batch(ids[:, :-1], labels, None, None, valid, valid)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What three steps gave: losses, norms, gradients of each step (unclipped), final parameters."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    parameters: dict[str, torch.Tensor]
+
+
+def set_bias(model: MoEForCausalLM, value: float) -> None:
+    for module in model.modules():
+        bias = getattr(module, "e_score_correction_bias", None)
+        if bias is not None:
+            bias[0] = value
+
+
+def train_plainly(case: Case, world_size: int, steps: int = 3) -> Trained:
+    """The reference: one process, whole model, no FSDP, no dispatcher, torch's own clipping."""
+    model = MoEForCausalLM(case.model)
+    initialize_model(model, SEED)
+    set_bias(model, case.selection_bias)
+    optimizer = build_optimizer(model, OPTIMIZER)
+    losses, norms, gradients = [], [], []
+    per_step = world_size * case.accumulate
+    for step in range(steps):
+        batches = [make_batch(step * per_step + i, case.lengths[i % len(case.lengths)]) for i in range(per_step)]
+        total = sum(b.num_valid_tokens for b in batches)
+        loss = sum(model(b.input_ids, b.labels).loss_sum for b in batches) / total
+        loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return Trained(losses, norms, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train_in_parallel(case: Case, world: World, steps: int = 3) -> Trained:
+    """The same by the trainer's own parts, each rank on its share of the microbatches."""
+    parallel = ParallelConfig(ep_size=case.ep, replicate_size=case.replicate)
+    meshes = build_meshes(derive_axes(parallel, world.size, case.model.num_experts), world)
+    model = build_parallel_model(
+        case.model, meshes, world.device, SEED, dispatcher=case.dispatcher, recompute=case.recompute
+    )
+    set_bias(model, case.selection_bias)
+    optimizer = build_optimizer(model, OPTIMIZER)
+    timer = PhaseTimer(world.accelerator)
+    runner = TrainStep(model, optimizer, meshes, world.device, timer, OPTIMIZER.max_grad_norm)
+    losses, norms, gradients = [], [], []
+    per_step = world.size * case.accumulate
+    for step in range(steps):
+        timer.start_step()
+        lengths = [case.lengths[i % len(case.lengths)] for i in range(per_step)]
+        batches = [make_batch(step * per_step + i, lengths[i]) for i in range(per_step)]
+        total = sum(b.num_valid_tokens for b in batches)
+        mine = batches[world.rank * case.accumulate : (world.rank + 1) * case.accumulate]
+        sums, counts = runner.forward_backward(mine, total)
+        gradients.append({n: whole(p.grad).clone() for n, p in model.named_parameters()})
+        result, norm = runner.reduce(sums, counts, total, stop=False)
+        runner.update(result, norm, OPTIMIZER.lr)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return Trained(losses, norms, gradients, {n: whole(p.detach()).clone() for n, p in model.named_parameters()})
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """||a - b|| / ||b||; the norm of a where b is 0."""
+    norm = float(b.norm())
+    return float((a - b).norm()) / norm if norm else float(a.norm())
+
+
+def noise_only(reference: Trained) -> set[str]:
+    """Parameters whose gradient is zero in exact arithmetic, so that only its rounding is left.
+
+    With sequences of one token the softmax of attention has one term and passes nothing to queries and keys.
+    """
+    noise = set()
+    for name in reference.parameters:
+        shares = [float(g[name].norm()) / norm for g, norm in zip(reference.gradients, reference.norms)]
+        if max(shares) < 1e-6:
+            noise.add(name)
+    return noise
+
+
+def differences(a: Trained, b: Trained) -> dict[str, float]:
+    """Norm-relative difference of everything, by name; `b` is the reference."""
+    found = {f"loss of step {i}": abs(x - y) / abs(y) for i, (x, y) in enumerate(zip(a.losses, b.losses))}
+    found |= {f"norm of step {i}": abs(x - y) / abs(y) for i, (x, y) in enumerate(zip(a.norms, b.norms))}
+    noise = noise_only(b)
+    for i, (x, y) in enumerate(zip(a.gradients, b.gradients)):
+        found |= {f"gradient of {n} in step {i}": relative(x[n], y[n]) for n in y if n not in noise}
+        found |= {f"gradient of {n} in step {i}": float(x[n].norm()) / b.norms[i] for n in noise}
+    found |= {f"{n} after training": relative(a.parameters[n], b.parameters[n]) for n in b.parameters if n not in noise}
+    return found
+
+
+def compare_on_this_rank(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
+    """Runs every case on the ranks of the world; for `run_ranks`. Returns what differs by more than 1e-5."""
+    results = []
+    store = shared_store()
+    for case in cases:
+        with join_world(get_accelerator(), timeout_s=60, store=store) as world:
+            trained = train_in_parallel(case, world)
+            reference = train_plainly(case, world.size)
+        found = differences(trained, reference)
+        results.append((case, {k: v for k, v in found.items() if not v <= 1e-5}))
+    return results
+
+
+def shared_store() -> dist.Store:
+    """One store for several worlds in a row, served by rank 0."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, size, rank == 0, timedelta(seconds=60))

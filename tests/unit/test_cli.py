@@ -1,0 +1,254 @@
+"""The command line as its users meet it: help that teaches, one message per mistake, exit codes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_program
+from typer.testing import CliRunner, Result
+
+import equipoise
+from equipoise import accelerator, cli, doctor
+from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.train.recipes import list_recipes
+from equipoise.train.stop import StoppedBySignal
+
+
+class Calls(list[dict[str, Any]]):
+    """Arguments of each call of the training loop; `error` is raised by it."""
+
+    error: BaseException | None = None
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
+    """The command over the toy tree, in a folder of its own, with a loop that only notes its arguments."""
+    calls = Calls()
+
+    def run_training(config: Any, out: Path, argv: list[str], resume: bool) -> None:
+        calls.append({"config": config, "out": out, "argv": argv, "resume": resume, "env": dict(os.environ)})
+        if calls.error:
+            raise calls.error
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("equipoise.train.config", "equipoise.train.run"):
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
+    monkeypatch.setattr(accelerator, "get_accelerator", None, raising=False)
+    monkeypatch.setattr(cli, "WORKER_PROGRAM", cli.WORKER_PROGRAM)
+    monkeypatch.setattr(cli.launch, "GRACE_S", cli.launch.GRACE_S)
+    toy_program.install()
+    monkeypatch.setattr(sys.modules["equipoise.train.run"], "run_training", run_training)
+    return calls
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments, prog_name="equipoise")
+
+
+def test_help_teaches_examples_recipes_settings_and_exit_codes() -> None:
+    text = invoke("train", "--help").output
+    for part in (
+        "Usage: equipoise train [RECIPE] [--SECTION.KEY VALUE]... [OPTIONS]",
+        "equipoise train demo --nproc-per-node 2",
+        "torchrun --nproc-per-node 8 -m equipoise train demo",
+        "equipoise train --help-config model",
+        "Recipes:",
+        "Exit codes: 0 success",
+        "--resume / --no-resume",
+    ):
+        assert part in text
+    for recipe in list_recipes():
+        assert f"  {recipe.name}" in text
+        assert recipe.summary in text
+    assert "equipoise doctor" in invoke("--help").output
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    program = (
+        "import sys; from equipoise.cli import main; main({!r}, standalone_mode=False); "
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'transformers')))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(equipoise.__file__).parents[1])}
+    for arguments, first in ((["train", "--help"], "Usage:"), (["--version"], f"equipoise {equipoise.__version__}")):
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(arguments)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.startswith(first)
+        assert done.stdout.endswith("[]\n")
+
+
+def test_help_config_prints_keys_types_defaults_and_meaning(calls: Calls) -> None:
+    everything = invoke("train", "--help-config").output
+    assert "--train.steps  (int >= 0; default 10)\n      Optimizer steps." in everything
+    assert "[model]  Shape of the model." in everything
+    one = invoke("train", "--help-config", "optimizer").output
+    assert "--optimizer.lr  (float > 0 and < 1; default 0.001)" in one
+    assert "--train.steps" not in one
+    wrong = invoke("train", "--help-config", "optimiser")
+    assert wrong.exit_code == 2
+    assert "did you mean optimizer?" in wrong.stderr
+    assert not calls
+
+
+def test_one_process_runs_in_place_as_a_world_of_one(calls: Calls) -> None:
+    result = invoke("train", "--train.steps", "3", "--train.acting-rank", "-1", "--out", "here", "--no-resume")
+    assert (result.exit_code, result.output) == (0, "")
+    (call,) = calls
+    assert (call["config"].train.steps, call["config"].train.acting_rank) == (3, -1)
+    assert (call["out"], call["resume"]) == (Path("here"), False)
+    assert {k: call["env"][k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    assert call["argv"] == [
+        *("equipoise", "train", "--train.steps", "3", "--train.acting-rank", "-1"),
+        *("--nproc-per-node", "1", "--out", "here", "--no-resume"),
+    ]
+    assert "RANK" not in os.environ
+
+
+def test_the_noted_command_repeats_the_run(calls: Calls) -> None:
+    invoke("train", "--data.tokenizer", "", "--train.compile", "--optimizer.clip", "-1.5", "--out", "here")
+    assert invoke(*calls[0]["argv"][1:]).exit_code == 0
+    assert calls[1]["config"] == calls[0]["config"]
+    assert calls[1]["out"] == calls[0]["out"]
+
+
+def test_the_recipe_may_stand_anywhere(calls: Calls, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[train]\nsteps = 7\n")
+    for arguments in (["my.toml", "--train.ep_size=1"], ["--train.ep-size", "1", "my.toml"]):
+        assert invoke("train", *arguments, "--resume").exit_code == 0
+    assert [call["config"].train.steps for call in calls] == [7, 7]
+    assert calls[0]["resume"] is True
+
+
+def test_each_run_without_out_gets_a_new_folder(calls: Calls, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.toml").write_text("")
+    for arguments in ([], [], ["my.toml"], ["old/config.toml"]):
+        assert invoke("train", *arguments).exit_code == 0
+    expected = [Path("runs/train"), Path("runs/train-2"), Path("runs/my"), Path("runs/old")]
+    assert [call["out"] for call in calls] == expected
+    assert all(call["out"].is_dir() for call in calls)
+
+
+def test_under_a_launcher_all_ranks_come_to_the_same_folder(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert invoke("train").exit_code == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert invoke("train").exit_code == 0
+    assert [call["out"] for call in calls] == [Path("runs/train"), Path("runs/train"), Path("runs/train-17")]
+    assert calls[1]["env"]["RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train.stpes", "3"], "train.stpes = 3 (command line): unknown key; did you mean train.steps?"),
+        (["--train.steps", "x"], "train.steps = x (command line): expected int >= 0"),
+        (["--train.compile", "maybe"], "train.compile = maybe (command line): expected true or false"),
+        (["--train.compile="], 'train.compile = "" (command line): expected true or false'),
+        (["dmeo"], "There is no recipe 'dmeo'"),
+        (["--train.ep_size", "2"], "train.ep_size is 2, which does not divide 1 ranks"),
+        (["--nproc-per-node", "0"], "--nproc-per-node"),
+        (["--train.ep_size", "2", "--nproc-per-node", "3"], "train.ep_size is 2, which does not divide 3 ranks"),
+    ],
+)
+def test_mistakes_exit_with_2_and_a_message_and_start_nothing(calls: Calls, arguments: list[str], message: str) -> None:
+    result = invoke("train", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert not calls
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (EquipoiseError("the disk is full"), 1, "Error: the disk is full\n"),
+        (ConfigError("vocabulary too small"), 2, "Error: vocabulary too small\n"),
+        (StoppedBySignal(15), 143, ""),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_exit_codes_of_a_run(calls: Calls, error: BaseException, code: int, text: str) -> None:
+    calls.error = error
+    result = invoke("train")
+    assert result.exit_code == code
+    assert result.stderr.removeprefix("Error (rank 0): ").removeprefix("Error: ") == text.removeprefix("Error: ")
+    assert "Traceback" not in result.output
+
+
+def test_other_errors_keep_their_traceback(calls: Calls) -> None:
+    calls.error = KeyError("a mistake")
+    assert invoke("train").exception is calls.error
+
+
+def test_only_rank_0_speaks_of_a_configuration_error(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    spoken = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        result = invoke("train", "--train.stpes=1")
+        assert result.exit_code == 2
+        spoken.append(result.stderr.count("unknown key"))
+    assert spoken == [1, 0]
+    calls.error = EquipoiseError("odd")
+    assert "Error (rank 1): odd" in invoke("train").stderr
+
+
+def test_more_workers_than_devices_is_refused(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    cuda = SimpleNamespace(name="cuda", device_type="cuda", device_count=lambda: 2)
+    monkeypatch.setattr(accelerator, "get_accelerator", lambda: cuda)
+    result = invoke("train", "--nproc-per-node", "3")
+    assert result.exit_code == 2
+    assert "shows 2 cuda device(s)" in result.stderr
+    assert cli.launch.default_worker_count() == 2
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_clear_error(calls: Calls, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    result = invoke("train")
+    assert result.exit_code == 1
+    assert "cannot create the run folder runs/train" in result.stderr
+
+
+def test_doctor_prints_words_or_json_and_fails_on_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    report: dict[str, Any] = {"problems": []}
+    monkeypatch.setattr(doctor, "collect", lambda: report)
+    monkeypatch.setattr(doctor, "to_words", lambda r: "in words")
+    assert invoke("doctor").output == "in words\n"
+    assert invoke("doctor", "--json").output == '{\n  "problems": []\n}\n'
+    report["problems"].append("no driver")
+    assert invoke("doctor").exit_code == 1
+
+
+def test_python_m_equipoise_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "equipoise", "trian"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(equipoise.__file__).parents[1])},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Usage: equipoise" in done.stderr

@@ -1,0 +1,84 @@
+"""Load statistics from counts, on sizes that are easy to get wrong."""
+
+import pytest
+import torch
+
+from equipoise.errors import ConfigError
+from equipoise.train.load_statistics import (
+    dead_experts,
+    expert_maxvio,
+    load_metrics,
+    rank_imbalance,
+    spread_over_layers,
+)
+
+CASES = {  # counts, ep_size: maxvio, imbalance, dead
+    "even": ([2, 2, 2, 2], 2, 0.0, 1.0, 0),
+    "all on one": ([8, 0, 0, 0], 2, 3.0, 2.0, 3),
+    "all on one, EP = E": ([8, 0, 0, 0], 4, 3.0, 4.0, 3),
+    "uneven experts, even ranks": ([3, 1, 1, 3], 2, 0.5, 1.0, 0),
+    "uneven ranks": ([3, 3, 1, 1], 2, 0.5, 1.5, 0),
+    "no tokens": ([0, 0, 0, 0], 2, 0.0, 1.0, 4),
+    "one expert": ([5], 1, 0.0, 1.0, 0),
+    "EP 1": ([9, 0, 0], 1, 2.0, 1.0, 2),
+    "3 ranks": ([1, 2, 3, 0, 0, 0], 3, 2.0, 1.5, 3),
+}
+
+
+@pytest.mark.parametrize(("counts", "ep_size", "maxvio", "imbalance", "dead"), CASES.values(), ids=CASES)
+def test_values(counts: list[int], ep_size: int, maxvio: float, imbalance: float, dead: int) -> None:
+    counts_E = torch.tensor(counts, dtype=torch.int32)
+    assert float(expert_maxvio(counts_E)) == maxvio
+    assert float(rank_imbalance(counts_E, ep_size)) == imbalance
+    assert int(dead_experts(counts_E)) == dead
+
+
+def test_leading_dimensions_are_independent() -> None:
+    counts = torch.randint(0, 3, (2, 3, 6))
+    for i in range(2):
+        for j in range(3):
+            assert expert_maxvio(counts)[i, j] == expert_maxvio(counts[i, j])
+            assert rank_imbalance(counts, 3)[i, j] == rank_imbalance(counts[i, j], 3)
+            assert dead_experts(counts)[i, j] == dead_experts(counts[i, j])
+
+
+def test_large_counts_do_not_overflow() -> None:
+    assert float(rank_imbalance(torch.full((4,), 2**31 - 1, dtype=torch.int32), 2)) == 1.0
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"6 experts .* ep_size=4"):
+        rank_imbalance(torch.ones(6), 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "p50", "p95", "most"),
+    [([1.0], 1, 1, 1), ([1.0, 3.0], 2, 2.9, 3), (list(range(101)), 50, 95, 100)],
+)
+def test_spread_over_layers(values: list[float], p50: float, p95: float, most: float) -> None:
+    spread = spread_over_layers(torch.tensor(values))
+    assert (spread["p50"], spread["p95"], spread["max"]) == pytest.approx((p50, p95, most))
+
+
+def test_imbalance_is_per_microbatch_while_dead_and_maxvio_are_of_the_step() -> None:
+    # Each microbatch loads one rank only, alternating; summed over the step all is even.
+    counts = torch.tensor([[[4, 4, 0, 0]], [[0, 0, 4, 4]]])  # [microbatch, layer, expert]
+    metrics = load_metrics(counts, ep_size=2)
+    assert metrics["rank_imbalance"] == metrics["rank_imbalance_max"] == 2.0
+    assert metrics["expert_maxvio"] == 0.0
+    assert metrics["dead_experts"] == 0
+    assert metrics["layers"] == {"rank_imbalance": [2.0], "expert_maxvio": [0.0], "dead_experts": [0]}
+
+
+def test_summary_over_layers() -> None:
+    metrics = load_metrics(torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]]), ep_size=2)
+    assert metrics["rank_imbalance"] == 1.5
+    assert metrics["rank_imbalance_max"] == 2.0
+    assert metrics["rank_imbalance_p50"] == 1.5
+    assert metrics["expert_maxvio"] == 1.5
+    assert metrics["dead_experts"] == 3
+    assert metrics["layers"]["dead_experts"] == [0, 3]
+
+
+def test_a_model_without_moe_layers_has_no_load() -> None:
+    assert load_metrics(torch.zeros(0, 4, dtype=torch.int64), ep_size=2) == {}

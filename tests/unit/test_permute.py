@@ -1,0 +1,73 @@
+"""Permutation and combine against dense one-hot arithmetic, on values and every gradient."""
+
+import pytest
+import torch
+
+from equipoise.kernels.permute import combine, make_permutation, permute
+
+IDS = {
+    "no tokens": torch.empty(0, 2, dtype=torch.int32),
+    "one token": torch.tensor([[2, 0]], dtype=torch.int32),
+    "all on one": torch.full((5, 1), 3, dtype=torch.int32),
+    "ragged": torch.tensor([[0, 3], [3, 1], [1, 0], [3, 2], [0, 1], [2, 3], [3, 0]], dtype=torch.int32),
+    "some dropped": torch.tensor([[0, -1], [-1, -1], [3, 1]], dtype=torch.int32),
+    "all dropped": torch.full((3, 2), -1, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("keep_tail", [True, False])
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS.keys())
+def test_round_trip_equals_dense(ids: torch.Tensor, keep_tail: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    T, K = ids.shape
+    x = torch.randn(T, 6, generator=generator).requires_grad_()
+    weights = torch.rand(T, K, generator=generator).requires_grad_()
+    scale = torch.randn(4, 6, generator=generator)  # stands for four experts: each scales its rows
+    grad = torch.randn(T, 6, generator=generator)
+
+    permutation = make_permutation(ids, 4)
+    num_rows = int(permutation.counts_E.sum())
+    rows = permute(x, permutation, None if keep_tail else num_rows)
+    expert = torch.arange(4).repeat_interleave(permutation.counts_E)
+    out = rows.clone()
+    out[:num_rows] = rows[:num_rows] * scale[expert]
+    out[num_rows:] = float("nan")  # rows of nobody: a NaN there must not reach anything
+    y = combine(out, weights, permutation)
+    y.backward(grad)
+
+    x2 = x.detach().double().requires_grad_()
+    w2 = weights.detach().double().requires_grad_()
+    valid = (ids >= 0).double()
+    y2 = (w2 * valid)[..., None] * x2[:, None] * scale.double()[ids.long().clamp(min=0)]
+    y2 = y2.sum(1)
+    y2.backward(grad.double())
+    torch.testing.assert_close(y.double(), y2, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), x2.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(weights.grad.double(), w2.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_are_stable_in_token_order() -> None:
+    permutation = make_permutation(torch.tensor([[1], [0], [1], [0], [1]]), 2)
+    assert permutation.token_R.tolist() == [1, 3, 0, 2, 4]
+    assert permutation.counts_E.tolist() == [2, 3]
+
+
+def test_combine_sums_in_fp32() -> None:
+    """256 slots of 1 + 1/256 in BF16 sum to 257 in FP32 and drift when each partial sum is rounded to BF16."""
+    ids = torch.zeros(1, 256, dtype=torch.int32)
+    rows = torch.ones(256, 1, dtype=torch.bfloat16)
+    weights = torch.full((1, 256), 1 + 1 / 256)
+    assert combine(rows, weights, make_permutation(ids, 1)).item() == pytest.approx(257, abs=1.01)
+    assert combine(rows, weights, make_permutation(ids, 1), torch.float32).item() == 257.0
+
+
+@pytest.mark.slow
+def test_offsets_past_two_to_the_31() -> None:
+    """cases.md C15: 299,600 rows of width 7,168 pass 2^31 elements; the last rows must still be right."""
+    T, K, D = 37_450, 8, 7168
+    x = torch.arange(T, dtype=torch.int32).remainder(127).to(torch.int8)[:, None].expand(T, D)
+    ids = torch.arange(T * K, dtype=torch.int32).view(T, K).remainder(8)
+    permutation = make_permutation(ids, 8)
+    rows = permute(x.contiguous(), permutation)
+    assert rows.numel() > 2**31
+    assert torch.equal(rows[-10:], x[permutation.token_R[-10:]])

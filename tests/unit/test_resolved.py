@@ -1,0 +1,110 @@
+"""The run folder holds the resolved configuration, which reads back equal, and how the run was started."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from toy_config import ToyConfig
+
+from equipoise.errors import ConfigError
+from equipoise.train import resolved
+from equipoise.train.load import load_config, parse_config
+from equipoise.train.resolved import save_resolved, to_toml
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+numbers = st.floats(allow_nan=False)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    label=st.none() | words.filter(lambda w: w.lower() != "none"),
+    tokenizer=words.filter(lambda w: " " not in w),
+    names=st.lists(words, max_size=3),
+    weights=st.dictionaries(words, numbers, max_size=3),
+    layers=st.lists(st.integers(-(2**62), 2**62), max_size=3).map(tuple),
+    clip=st.none() | numbers,
+    path=st.none() | st.just(Path("a b/\u00e9.txt")),
+    balance=st.none() | st.just({}) | st.just({"slots": 3}),
+)
+def test_every_configuration_reads_back_equal(
+    label: Any, tokenizer: Any, names: Any, weights: Any, layers: Any, clip: Any, path: Any, balance: Any
+) -> None:
+    config = ToyConfig.model_validate(
+        {
+            "label": label,
+            "data": {"tokenizer": tokenizer, "names": names, "weights": weights, "path": path},
+            "model": {"mlp_only_layers": layers},
+            "optimizer": {"clip": clip},
+            "balance": balance,
+        }
+    )
+    assert parse_config(ToyConfig, to_toml(config)) == config
+
+
+def test_none_is_written_out_and_survives_a_default_that_is_not_none() -> None:
+    config = load_config(ToyConfig, None, ["--optimizer.clip", "none"])
+    assert 'clip = "none"' in to_toml(config)
+    assert 'balance = "none"' in to_toml(config)
+    assert parse_config(ToyConfig, to_toml(config)) == config
+
+
+def test_a_text_that_a_recipe_would_read_as_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"label = \"None\""):
+        to_toml(ToyConfig(label="None"))
+
+
+def test_the_choice_none_is_not_the_value_none() -> None:
+    config = ToyConfig()
+    assert config.train.limit == "none"
+    assert parse_config(ToyConfig, to_toml(config)).train.limit == "none"
+
+
+def test_the_run_folder_repeats_the_run_and_says_how_it_was_started(tmp_path: Path) -> None:
+    config = load_config(ToyConfig, None, ["--train.steps", "3", "--data.path", "x y"])
+    argv = ["equipoise", "train", "demo", "--data.path", "x y"]
+    save_resolved(config, tmp_path / "run", argv)
+    assert load_config(ToyConfig, tmp_path / "run" / "config.toml") == config
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["command"] == "equipoise train demo --data.path 'x y'"
+    assert run["argv"] == argv
+    assert set(run) >= {"started", "hostname", "git_commit", "versions", "working_directory"}
+    assert set(run["versions"]) == {"equipoise", "python", "torch", "triton"}
+    assert run["started"].endswith("+00:00")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.toml", "run.json"]
+
+
+def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_resolved(ToyConfig(), tmp_path, ["first"])
+    before = (tmp_path / "config.toml").read_text()
+
+    def fail(source: Any, target: Any) -> None:
+        assert Path(source).parent == tmp_path
+        raise OSError("disk full")
+
+    monkeypatch.setattr(resolved.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_resolved(ToyConfig(label="second"), tmp_path, ["second"])
+    assert (tmp_path / "config.toml").read_text() == before
+
+
+def test_the_commit_is_that_of_the_sources_and_not_of_a_repository_around_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / ".venv" / "equipoise"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
+    monkeypatch.setattr(resolved.equipoise, "__file__", str(package / "__init__.py"))
+    assert resolved.source_commit() is None
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "n"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert resolved.source_commit() == commit
+    monkeypatch.setenv("PATH", "")
+    assert resolved.source_commit() is None
