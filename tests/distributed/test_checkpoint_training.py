@@ -13,7 +13,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from equipoise.distributed.world import World, join_world
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +27,7 @@ from equipoise.checkpoint.training import (
     load_checkpoint,
     save_checkpoint,
 )
+from equipoise.distributed.world import World, join_world
 from equipoise.errors import CheckpointError
 
 H = 6  # hidden size; over 4 ranks its shards are [2, 2, 2, 0]

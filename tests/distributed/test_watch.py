@@ -151,9 +151,7 @@ def test_stated_deadlines_and_progress_are_honoured_and_other_errors_untouched()
 def outlive_a_failed_peer() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     board = Board(store)
-    board.publish_failure(
-        Status(1, "node1", 1, "", state="failed", operation="step 1", error="DataError: bad shard")
-    )
+    board.publish_failure(Status(1, "node1", 1, "", state="failed", operation="step 1", error="DataError: bad shard"))
     me = Status.of_this_process(0)
     watch = Watch(board, me, 2, store_host="here", deadline_s=600, beat_s=0.1, grace_s=0.5)
     watch.start()

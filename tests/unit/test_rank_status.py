@@ -39,9 +39,7 @@ def test_a_live_rank_in_another_operation(sequence: int, word: str) -> None:
 
 
 def test_a_failed_rank_shows_its_own_error() -> None:
-    assert "DataError: no such file" in text(
-        PEER, replace(ALIVE, state="failed", error="DataError: no such file")
-    )
+    assert "DataError: no such file" in text(PEER, replace(ALIVE, state="failed", error="DataError: no such file"))
 
 
 def test_causes_come_before_consequences() -> None:
@@ -66,9 +64,7 @@ def test_long_lists_are_cut() -> None:
     assert "all 4 ranks are alive" in explain([], range(4))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shown"), [([], ""), ([4], "4"), ([0, 1, 2, 5], "0-2, 5"), ([3, 1, 2], "1-3")]
-)
+@pytest.mark.parametrize(("ranks", "shown"), [([], ""), ([4], "4"), ([0, 1, 2, 5], "0-2, 5"), ([3, 1, 2], "1-3")])
 def test_ranks_are_shortened(ranks: list[int], shown: str) -> None:
     assert shorten_ranks(ranks) == shown
 
