@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+RANK_0_SPEAKS_S = 2.0
 RUNS = Path("runs")
 WORKER_PROGRAM = (sys.executable, "-m", "equipoise")
 
@@ -272,6 +274,7 @@ def _report(error: EquipoiseError) -> None:
         return
     rank = os.environ.get("RANK", "0") if launch.has_launcher(os.environ) else None
     if isinstance(error, ConfigError) and rank not in (None, "0"):
+        time.sleep(RANK_0_SPEAKS_S)  # a launcher may end rank 0, which has the same message, once this rank ends
         return
     where = f" (rank {rank})" if rank is not None and not isinstance(error, ConfigError) else ""
     typer.echo(f"Error{where}: {error}", err=True)
