@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,19 +19,14 @@ class Recorder(CUDAAccelerator):
     def __init__(self, refuse: Exception | None = None, warn: str | None = None) -> None:
         super().__init__()
         self.told: list[str] = []
+        self.refuse, self.warn = refuse, warn
 
-        def settings(text: str) -> None:
-            if refuse is not None:
-                raise refuse
-            if warn is not None:
-                warnings.warn(warn, stacklevel=2)
-            self.told.append(text)
-
-        self.fake = SimpleNamespace(memory=SimpleNamespace(_set_allocator_settings=settings))
-
-    @property
-    def namespace(self):  # type: ignore[no-untyped-def]
-        return self.fake
+    def _set_allocator(self, settings: str) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        if self.warn is not None:
+            warnings.warn(self.warn, stacklevel=2)
+        self.told.append(settings)
 
 
 @pytest.fixture(autouse=True)
@@ -110,4 +104,4 @@ def test_an_observer_that_raises_does_not_replace_the_allocations_error(
 
     assert CUDAAccelerator().attach_oom_observer(observer)
     hooks[0](1, 10, 20, 30)
-    assert seen == [acc.OutOfMemory(device_index=1, requested=10, allocated=20, free=30)]
+    assert seen == [acc.OutOfMemory(device_index=1, requested=10, total=20, free=30)]

@@ -63,12 +63,12 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What an out-of-memory observer is told: the device's ordinal, and in bytes what was asked for, what
-    this process's allocator holds of the device, and what the device had free."""
+    """What an out-of-memory observer is told: the device's ordinal, and in bytes what was asked for, what this
+    process may use of the device in all, and what the device had free."""
 
     device_index: int
     requested: int
-    allocated: int
+    total: int
     free: int
 
 

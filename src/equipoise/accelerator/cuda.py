@@ -45,14 +45,17 @@ class CUDAAccelerator(TorchAccelerator):
         """Always "nccl"."""
         return "nccl"
 
+    def _set_allocator(self, settings: str) -> None:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
     def attach_oom_observer(self, observer: Callable[[OutOfMemory], None]) -> Capability:
         """Registers with torch's allocator; torch keeps the observer until the process ends."""
         answer = self.supports("oom_observer")
         if answer:
 
-            def observed(device: int, requested: int, allocated: int, free: int) -> None:
+            def observed(device: int, requested: int, total: int, free: int) -> None:
                 try:
-                    observer(OutOfMemory(device, requested, allocated, free))
+                    observer(OutOfMemory(device, requested, total, free))
                 except Exception:
                     _log.exception("an out-of-memory observer raised; the allocation's own error follows")
 
@@ -71,6 +74,10 @@ class CUDAAccelerator(TorchAccelerator):
 
     def _supports_ipc(self) -> Capability:
         return Capability(True, "memory handles of the driver, between processes of one host")
+
+    def _supports_expandable_segments(self) -> Capability:
+        reason = "torch decides by the ROCm version" if self.rocm else "virtual memory management of the driver"
+        return Capability(True, reason)
 
     def _supports_oom_observer(self) -> Capability:
         ok = hasattr(torch._C, "_cuda_attach_out_of_memory_observer")

@@ -141,13 +141,17 @@ class TorchAccelerator(Accelerator):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                self.namespace.memory._set_allocator_settings(settings)
+                self._set_allocator(settings)
             except (RuntimeError, ValueError) as error:
                 return Capability(False, f"the runtime refused {settings!r}: {error}")
         for warning in caught:
             if "not supported" in str(warning.message):
                 return Capability(False, f"the runtime said: {warning.message}")
         return Capability(True, f"allocator settings are now {settings!r}")
+
+    def _set_allocator(self, settings: str) -> None:
+        """Give the allocator its settings, in the grammar of its environment variable."""
+        self.namespace.memory._set_allocator_settings(settings)
 
     def _memory_snapshot_namespace(self) -> Any:
         if not self.supports("memory_snapshot"):
