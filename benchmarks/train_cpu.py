@@ -151,10 +151,8 @@ def run_transformers(steps: int, experts: str) -> dict:
 
 def work(variant: str, steps: int, out: Path) -> None:
     """Body of one pinned process."""
-    if variant.startswith("transformers"):
-        result = run_transformers(steps, variant.split()[1])
-    else:
-        result = run_equipoise(steps)
+    is_ours = not variant.startswith("transformers")
+    result = run_equipoise(steps) if is_ours else run_transformers(steps, variant.split()[1])
     out.write_text(json.dumps(result))
 
 
@@ -179,7 +177,8 @@ def start(variant: str, steps: int) -> dict:
             }
             command = [sys.executable, __file__, "--work", variant, "--steps", str(steps), "--out", str(out)]
             processes.append(subprocess.Popen(command, env=env, preexec_fn=lambda r=rank: os.sched_setaffinity(0, {r})))
-        if any([p.wait(timeout=600) for p in processes]):
+        exit_codes = {p.wait(timeout=600) for p in processes}
+        if exit_codes != {0}:
             raise SystemExit(f"variant {variant!r} failed")
         ranks = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
     return ranks[0] | {"seconds": [max(step) for step in zip(*(r["seconds"] for r in ranks))]}

@@ -36,8 +36,8 @@ class _Handle(NamedTuple):
     weights_TK: torch.Tensor
     send_splits: list[int]
     receive_splits: list[int]
-    inverse_R: torch.Tensor | None
-    order_R: torch.Tensor | None
+    order_R: torch.Tensor
+    inverse_R: torch.Tensor
 
 
 def expert_major_order(counts_PM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,15 +68,14 @@ class AllToAllDispatcher:
 
         rows = permute(x_TD, permutation, num_rows=sum(send_splits))
         rows = _AllToAllRows.apply(rows, send_splits, receive_splits, self.group)
-        order_R = inverse_R = None
-        if self.num_local_experts > 1:
-            order_R, inverse_R = expert_major_order(receive_PM)
+        order_R, inverse_R = expert_major_order(receive_PM)
+        if self.num_local_experts > 1:  # with one expert here the rows are in its order already
             rows = reorder(rows, order_R, inverse_R)
-        handle = _Handle(permutation, weights_TK, send_splits, receive_splits, inverse_R, order_R)
+        handle = _Handle(permutation, weights_TK, send_splits, receive_splits, order_R, inverse_R)
         return Dispatched(rows, receive_PM.sum(0), handle)
 
     def combine(self, rows_RD: torch.Tensor, handle: _Handle) -> torch.Tensor:
-        if handle.inverse_R is not None:
+        if self.num_local_experts > 1:
             rows_RD = reorder(rows_RD, handle.inverse_R, handle.order_R)
         rows = _AllToAllRows.apply(rows_RD, handle.receive_splits, handle.send_splits, self.group)
         return combine(rows, handle.weights_TK, handle.permutation)
