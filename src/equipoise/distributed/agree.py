@@ -31,9 +31,7 @@ def raise_together(error: BaseException | None, scope: Scope) -> None:
         texts = gather_json(None if error is None else describe(error), group)
         ranks = dist.get_process_group_ranks(group)
         own = dist.get_rank(group)
-    errors = [
-        (rank, text) for i, (rank, text) in enumerate(zip(ranks, texts)) if text is not None and i != own
-    ]
+    errors = [(rank, text) for i, (rank, text) in enumerate(zip(ranks, texts)) if text is not None and i != own]
     listed = "\n".join(f"  rank {rank}: {text}" for rank, text in errors[:LISTED])
     if len(errors) > LISTED:
         listed += f"\n  and {len(errors) - LISTED} more ranks"

@@ -22,9 +22,7 @@ def all_reduce_sum(values: Sequence[Tensor | float], group: dist.ProcessGroup) -
     if not values:
         return []
     device = next((v.device for v in values if isinstance(v, Tensor)), group_device(group))
-    parts = [
-        torch.as_tensor(v) if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for v in values
-    ]
+    parts = [torch.as_tensor(v) if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for v in values]
     packed = torch.cat([part.detach().to(device, torch.float64).reshape(-1) for part in parts])
     dist.all_reduce(packed, group=group)
     pieces = packed.split([part.numel() for part in parts])

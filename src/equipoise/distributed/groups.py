@@ -102,9 +102,7 @@ class GroupRegistry:
         The lists are disjoint and together hold every rank (`whole=False`: they need not, and None is
         returned on a rank that is in none).
         """
-        spec = GroupSpec(
-            name, tuple(tuple(r) for r in partition), backend or self.backend, timeout_s or self.timeout_s
-        )
+        spec = GroupSpec(name, tuple(tuple(r) for r in partition), backend or self.backend, timeout_s or self.timeout_s)
         self._check(spec, whole)
         with self._operation(f'make process group "{name}"'):
             self._check_same_on_all_ranks(spec)
@@ -156,14 +154,10 @@ class GroupRegistry:
     def _check(self, spec: GroupSpec, whole: bool) -> None:
         given = f'process group "{spec.name}" of ranks {[shorten_ranks(r) for r in spec.partition]}'
         if spec.name in self._specs:
-            raise ConfigError(
-                f'process group "{spec.name}" exists already: destroy it first, or choose another name'
-            )
+            raise ConfigError(f'process group "{spec.name}" exists already: destroy it first, or choose another name')
         flat = [rank for ranks in spec.partition for rank in ranks]
         if any(not ranks or list(ranks) != sorted(set(ranks)) for ranks in spec.partition):
-            raise ConfigError(
-                f"{given}: each list must hold at least one rank, ascending, without repetition"
-            )
+            raise ConfigError(f"{given}: each list must hold at least one rank, ascending, without repetition")
         if len(set(flat)) != len(flat):
             raise ConfigError(f"{given}: a rank is in two of the lists; they must be disjoint")
         if not set(flat) <= set(range(self.size)):
@@ -196,7 +190,7 @@ class GroupRegistry:
 def _destroy(group: dist.ProcessGroup | None, abort: bool) -> None:
     if group is None:
         return
-    if abort:
+    for device in group._device_types if abort else ():
         with contextlib.suppress(Exception):  # a backend without abort: destroying is all there is
-            group.abort()
+            group._get_backend(device).abort()
     dist.destroy_process_group(group)

@@ -91,13 +91,9 @@ class Board:
             end = time.monotonic() + seconds
             while not self._store.check(["shared/found"]):
                 if time.monotonic() > end:
-                    return (
-                        f"  no answer from {self._store.get('shared/by').decode()}, which looked it up first"
-                    )
+                    return f"  no answer from {self._store.get('shared/by').decode()}, which looked it up first"
                 time.sleep(0.5)
-        return (
-            f"{self._store.get('shared/found').decode()}\n  (seen by {self._store.get('shared/by').decode()})"
-        )
+        return f"{self._store.get('shared/found').decode()}\n  (seen by {self._store.get('shared/by').decode()})"
 
     def first_failure(self) -> Status | None:
         """The first failure of any rank, or None."""

@@ -237,9 +237,7 @@ class Watch:
             return explain(investigate(self._board, me, members, patience_s), members)
 
         # All ranks of a large group reading all statuses would take the store minutes.
-        ask = (
-            find if len(members) <= ASK_EACH else lambda: self._board.share(find, me.where(), 2 * patience_s)
-        )
+        ask = find if len(members) <= ASK_EACH else lambda: self._board.share(find, me.where(), 2 * patience_s)
         done, result = bounded(ask, 2 * patience_s + STORE_S)
         if not done or isinstance(result, BaseException):
             why = describe(result) if isinstance(result, BaseException) else f"no answer in {STORE_S:g} s"

@@ -246,8 +246,7 @@ def _connect(place: Place, hosts: bool, rendezvous_s: float) -> dist.Store:
     except (RuntimeError, OSError) as e:
         if hosts:
             raise ConfigError(
-                f"rank 0 cannot serve the store on port {place.port} of this host: {e}; choose a free "
-                "MASTER_PORT"
+                f"rank 0 cannot serve the store on port {place.port} of this host: {e}; choose a free MASTER_PORT"
             ) from e
         raise RankFailure(
             f"rank {place.rank} of {place.size} did not reach {_store_host(place)} within "
@@ -308,9 +307,7 @@ def _leave_together(store: dist.Store, watch: Watch, seconds: float) -> None:
         raise RankFailure(watch.explain("leave the world", reason)) from error
 
 
-def _close(
-    groups: GroupRegistry, device: torch.device, accelerator: Accelerator, error: BaseException | None
-) -> None:
+def _close(groups: GroupRegistry, device: torch.device, accelerator: Accelerator, error: BaseException | None) -> None:
     """Destroys all groups, bounded in time: a backend may wait for a dead peer."""
 
     def close() -> None:
