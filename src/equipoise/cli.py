@@ -8,10 +8,11 @@ import contextlib
 import functools
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -26,8 +27,11 @@ from equipoise.train.stop import StoppedBySignal, StopSignals
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from equipoise.train.config import TrainConfig
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+RANK_0_SPEAKS_S = 2.0
 RUNS = Path("runs")
 WORKER_PROGRAM = (sys.executable, "-m", "equipoise")
 
@@ -144,7 +148,7 @@ def _train(
         out = _joined_run_dir(recipe, os.environ) if joins else _new_run_dir(recipe)
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]
     command = ["train", *arguments, *options]
-    run = functools.partial(_run_here, config, out, ["equipoise", *command], resume)
+    run = functools.partial(_run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume)
     if joins:
         if launch.is_own_worker(os.environ):
             launch.end_with_parent()
@@ -156,7 +160,7 @@ def _train(
         launch.launch(count, [*WORKER_PROGRAM, *command])
 
 
-def _run_here(config: "BaseModel", out: Path, argv: Sequence[str], resume: bool) -> None:
+def _run_here(config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool) -> None:
     """Train in this process; a signal that arrives meanwhile ends the command with its exit code."""
     from equipoise.train.run import run_training
 
@@ -270,6 +274,7 @@ def _report(error: EquipoiseError) -> None:
         return
     rank = os.environ.get("RANK", "0") if launch.has_launcher(os.environ) else None
     if isinstance(error, ConfigError) and rank not in (None, "0"):
+        time.sleep(RANK_0_SPEAKS_S)  # a launcher may end rank 0, which has the same message, once this rank ends
         return
     where = f" (rank {rank})" if rank is not None and not isinstance(error, ConfigError) else ""
     typer.echo(f"Error{where}: {error}", err=True)

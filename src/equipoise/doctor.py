@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import equipoise
+from equipoise.errors import EquipoiseError
 from equipoise.launch import core_count
 from equipoise.train.resolved import installed_version
 
@@ -38,7 +39,7 @@ Report = dict[str, Any]
 
 def collect() -> Report:
     """All findings as data that JSON can hold; sizes are in bytes. `problems` lists what needs attention."""
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}  # error text: the findings that it spoilt
     findings: dict[str, Callable[[], Any]] = {
         "system": _system,
         "packages": lambda: {name: installed_version(name) for name in _REQUIRED},
@@ -57,8 +58,9 @@ def collect() -> Report:
             report[name] = find()
         except Exception as error:  # whatever a driver or a broken installation may raise
             report[name] = None
-            problems.append(f"{name}: {type(error).__name__}: {error}")
-    report["problems"] = list(dict.fromkeys(problems))
+            text = str(error) if isinstance(error, EquipoiseError) else f"{type(error).__name__}: {error}"
+            problems.setdefault(text, []).append(name)
+    report["problems"] = [f"{', '.join(names)}: {text}" for text, names in problems.items()]
     return report
 
 

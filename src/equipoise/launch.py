@@ -149,10 +149,10 @@ def launch(count: int, command: Sequence[str]) -> None:
         "max_restarts": 0,
         "monitor_interval": 0.1,
         "logs_specs": DefaultLogsSpecs(log_dir=logs),
-        "signals_to_handle": ",".join(_signals_to_handle()),
     }
-    if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
-        settings["shutdown_timeout"] = GRACE_S
+    newer = {"signals_to_handle": ",".join(_signals_to_handle()), "shutdown_timeout": GRACE_S}
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    settings |= {name: value for name, value in newer.items() if name in known}
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, core_count() // count))
     try:
         with environment({"OMP_NUM_THREADS": threads}), _quiet_agent(), _handlers_put_back():

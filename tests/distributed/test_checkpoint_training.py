@@ -13,13 +13,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from distributed.harness import observe_ranks, run_ranks
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from distributed.harness import observe_ranks, run_ranks
 from equipoise.accelerator import CPUAccelerator
 from equipoise.checkpoint.training import (
     TrainingState,
@@ -27,7 +27,7 @@ from equipoise.checkpoint.training import (
     load_checkpoint,
     save_checkpoint,
 )
-from equipoise.distributed import World, join_world
+from equipoise.distributed.world import World, join_world
 from equipoise.errors import CheckpointError
 
 H = 6  # hidden size; over 4 ranks its shards are [2, 2, 2, 0]
@@ -165,6 +165,19 @@ def load_numbered(world: World, folder: Path) -> dict[tuple[int, int, int], Any]
             path = folder / f"ep{save_ep}-e{num_experts}" / "step-00000001"
             load_checkpoint(path, TrainingState(model, optimizer), world)
             found[save_ep, ep_size, num_experts] = numbers_in(model, optimizer)
+    return found
+
+
+def four_experts(world: World, folder: Path) -> list[tuple[list[float], list[float]]]:
+    """4 experts saved at EP 2 and loaded at EP 1, 2, 4; on 8 ranks a group at EP 2 has [1, 1, 0, 0]."""
+    model, optimizer = numbered_toy(world.size, 2, 4)
+    path = save_checkpoint(folder, TrainingState(model, optimizer, step=1), world)
+    found = []
+    for ep_size in (1, 2, 4):
+        model = sharded_toy(world.size, ep_size, 4)
+        optimizer = made_optimizer(model)
+        load_checkpoint(path, TrainingState(model, optimizer), world)
+        found.append(numbers_in(model, optimizer))
     return found
 
 
@@ -345,9 +358,7 @@ def run_scenarios(names: list[str], folders: dict[str, Path]) -> dict[str, Any]:
 class Outcomes:
     """Results of scenarios by rank."""
 
-    def __init__(
-        self, scenarios: list[Callable[..., Any]], world_size: int, folders: dict[str, Path]
-    ) -> None:
+    def __init__(self, scenarios: list[Callable[..., Any]], world_size: int, folders: dict[str, Path]) -> None:
         names = [scenario.__name__ for scenario in scenarios]
         self.ranks = run_ranks(run_scenarios, world_size, names, folders, deadline_s=180)
 
@@ -386,6 +397,12 @@ def test_every_expert_is_itself_at_every_ep_size(four: Outcomes) -> None:
         for (_, _, num_experts), (weights, moments) in found.items():
             assert weights == list(range(num_experts))
             assert moments == [10 * i for i in range(num_experts)]
+
+
+@pytest.mark.slow
+def test_every_expert_is_itself_where_most_ranks_have_none(tmp_path: Path) -> None:
+    eight = Outcomes([four_experts], 8, {"four_experts": tmp_path})
+    assert eight.of(four_experts) == [[([0, 1, 2, 3], [0, 10, 20, 30])] * 3] * 8
 
 
 def test_every_expert_is_itself_on_another_number_of_ranks(two: Outcomes) -> None:

@@ -40,7 +40,10 @@ class Run:
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.out = folder / "out"
         command = [sys.executable, str(TOY_PROGRAM), "train", "--out", str(self.out), *arguments]
-        clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"PYTHONPATH": SOURCES}
+        clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {
+            "PYTHONPATH": SOURCES,
+            "TMPDIR": str(folder),
+        }
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

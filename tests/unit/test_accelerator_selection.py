@@ -106,6 +106,7 @@ def test_the_highest_priority_wins_and_ties_go_to_the_name() -> None:
     assert [c["name"] for c in acc.selection_report()["considered"]] == [
         "testb",
         "testc",
+        "musa",
         "testa",
         "cuda",
         "cpu",
@@ -284,6 +285,7 @@ def test_the_report_is_plain_data_and_keeps_no_decision() -> None:
 def test_the_backend_of_a_tensor_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EQUIPOISE_ACCELERATOR", "cuda")
     assert acc.accelerator_for("cpu").name == "cpu"
+    assert acc.accelerator_for("cpu") is acc.accelerator_for(torch.zeros(1).device)
     assert acc.accelerator_for(torch.device("cuda", 1)).name == "cuda"
     with pytest.raises(ConfigError, match="no backend handles 'meta' tensors; registered are cpu, cuda"):
         acc.accelerator_for("meta")

@@ -59,9 +59,7 @@ def trained(steps: int = 2, width: int = 3, model: nn.Module | None = None) -> T
         model(torch.tensor([0, 1, 3])).pow(2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return TrainingState(
-        model, optimizer, step=steps, loader={"position": 3}, config={"model": {"width": width}}
-    )
+    return TrainingState(model, optimizer, step=steps, loader={"position": 3}, config={"model": {"width": width}})
 
 
 def fresh(width: int = 3) -> TrainingState:

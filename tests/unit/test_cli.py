@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import toy_program
 from typer.testing import CliRunner, Result
 
 import equipoise
-from equipoise import accelerator, cli, doctor
+from equipoise import cli, doctor
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.train.recipes import list_recipes
 from equipoise.train.stop import StoppedBySignal
@@ -36,9 +37,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("equipoise.train.config", "equipoise.train.run"):
+    for name in ("equipoise.train.config", "equipoise.train.run", "equipoise.accelerator"):
         monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
-    monkeypatch.setattr(accelerator, "get_accelerator", None, raising=False)
     monkeypatch.setattr(cli, "WORKER_PROGRAM", cli.WORKER_PROGRAM)
     monkeypatch.setattr(cli.launch, "GRACE_S", cli.launch.GRACE_S)
     toy_program.install()
@@ -202,6 +202,7 @@ def test_other_errors_keep_their_traceback(calls: Calls) -> None:
 
 def test_only_rank_0_speaks_of_a_configuration_error(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(cli, "RANK_0_SPEAKS_S", 0.0)
     spoken = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -214,10 +215,8 @@ def test_only_rank_0_speaks_of_a_configuration_error(calls: Calls, monkeypatch: 
 
 
 def test_more_workers_than_devices_is_refused(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
     cuda = SimpleNamespace(name="cuda", device_type="cuda", device_count=lambda: 2)
-    monkeypatch.setattr(accelerator, "get_accelerator", lambda: cuda)
+    monkeypatch.setattr(sys.modules["equipoise.accelerator"], "get_accelerator", lambda: cuda)
     result = invoke("train", "--nproc-per-node", "3")
     assert result.exit_code == 2
     assert "shows 2 cuda device(s)" in result.stderr

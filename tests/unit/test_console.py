@@ -22,9 +22,7 @@ def run(stream: io.StringIO, rank: int = 0) -> str:
         console.update(RECORD)
         console.update({**RECORD, "step": 20, "loss": None, "eval_loss": 2.75})
         console.update({**RECORD, "step": 30})
-        console.finish(
-            30, loss=2.4, files={"metrics": Path("runs/a/metrics.jsonl")}, ended="stopped by SIGTERM"
-        )
+        console.finish(30, loss=2.4, files={"metrics": Path("runs/a/metrics.jsonl")}, ended="stopped by SIGTERM")
     return stream.getvalue()
 
 
@@ -34,9 +32,7 @@ def test_without_a_terminal_each_update_is_one_plain_line() -> None:
     lines = text.splitlines()
     assert lines[0] == "corpus: 3 files [12 MB]"
     assert lines[1].startswith("step 10/100  loss 2.5123  12.3k tokens/s  imbalance 1.25  ETA ")
-    assert lines[2].startswith(
-        "step 20/100  loss not finite  12.3k tokens/s  imbalance 1.25  eval 2.7500  ETA "
-    )
+    assert lines[2].startswith("step 20/100  loss not finite  12.3k tokens/s  imbalance 1.25  eval 2.7500  ETA ")
     assert "eval 2.7500" in lines[3]  # the latest one
     assert lines[4] == "training stopped by SIGTERM"
     names = [line.strip().split(":")[0] for line in lines[5:]]
@@ -84,8 +80,6 @@ def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (999, "999"), (1234, "1.23k"), (2.5e7, "25M"), (1e10, "10G")]
-)
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (999, "999"), (1234, "1.23k"), (2.5e7, "25M"), (1e10, "10G")])
 def test_count(value: float, text: str) -> None:
     assert count(value) == text

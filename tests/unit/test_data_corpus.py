@@ -85,9 +85,7 @@ def test_packed_segments_hold_each_document_once_and_predict_nothing_across_an_e
 
 @settings(deadline=None)
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=30), st.integers(1, 40))
-def test_packing_never_opens_a_sequence_that_two_half_empty_ones_could_spare(
-    lengths: list[int], length: int
-) -> None:
+def test_packing_never_opens_a_sequence_that_two_half_empty_ones_could_spare(lengths: list[int], length: int) -> None:
     packing = pack_documents(offsets(lengths), length)
     filled = np.add.reduceat(packing.length, packing.bounds[:-1])
     assert filled.max() <= length
@@ -174,9 +172,7 @@ def texts_of(documents) -> list[str]:
 
 @settings(deadline=None)
 @given(DOCUMENTS, st.sampled_from([0.001, 0.1, 0.5]))
-def test_no_token_is_lost_or_on_both_sides_however_few_the_documents(
-    text: list[str], fraction: float
-) -> None:
+def test_no_token_is_lost_or_on_both_sides_however_few_the_documents(text: list[str], fraction: float) -> None:
     documents = tokenize(text, ByteTokenizer())
     training, held = split(documents, fraction)
     sides = texts_of(training) + (texts_of(held) if held is not None else [])

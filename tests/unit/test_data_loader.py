@@ -62,9 +62,7 @@ def steps(
                 loader.load_state_dict(state)
             for step in range(count):
                 batches = loader.next_step()
-                assert [len(batch.input_ids) for batch in batches] == [micro] * (
-                    global_batch // world_size // micro
-                )
+                assert [len(batch.input_ids) for batch in batches] == [micro] * (global_batch // world_size // micro)
                 found[step] += ids(batches)
     return found
 
@@ -232,9 +230,7 @@ def test_closing_twice_is_harmless_and_leaves_no_thread() -> None:
     ],
     ids=["data", "size", "batch", "seed", "shuffle"],
 )
-def test_a_position_of_other_data_or_order_is_refused_by_name(
-    dataset: Numbered, settings: dict, name: str
-) -> None:
+def test_a_position_of_other_data_or_order_is_refused_by_name(dataset: Numbered, settings: dict, name: str) -> None:
     with Loader(dataset, **{"global_batch_size": 4, "micro_batch_size": 1, **settings}) as other:
         other.next_step()
         state = other.state_dict()
@@ -257,9 +253,7 @@ def test_a_damaged_position_is_refused(change: dict, message: str) -> None:
     ("global_batch", "micro", "rank", "world_size"),
     [(6, 1, 0, 4), (8, 3, 0, 2), (0, 1, 0, 1), (4, 0, 0, 1), (4, 1, 2, 2)],
 )
-def test_sizes_that_do_not_divide_are_refused(
-    global_batch: int, micro: int, rank: int, world_size: int
-) -> None:
+def test_sizes_that_do_not_divide_are_refused(global_batch: int, micro: int, rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError):
         Loader(Numbered(10), global_batch, micro, rank, world_size)
 

@@ -98,9 +98,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt") == ["hello"]
 
 
-def test_bytes_that_are_not_utf8_are_replaced_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bytes_that_are_not_utf8_are_replaced_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 \xff")
     (tmp_path / "b.txt").write_bytes(b"\xe9")
     (tmp_path / "c.txt").write_bytes(b"fine")
@@ -265,9 +263,7 @@ def test_a_hub_dataset_gives_its_training_split_or_what_include_says(
     assert list(dataset_files("owner/name", include)) == [tmp_path / name for name in expected]
 
 
-def test_hub_files_are_downloaded_only_when_they_are_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hub_files_are_downloaded_only_when_they_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub = FakeHub(tmp_path, {None: ["train-0.jsonl", "train-1.jsonl"]})
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     (tmp_path / "train-0.jsonl").write_text('{"text": "x"}\n')

@@ -82,9 +82,7 @@ def test_byte_fallback_and_metaspace_tokens_count_their_bytes(tmp_path: Path) ->
     assert [tokenizer.num_bytes([i]) for i in (1, 2, 3, 4)] == [0, 4, 2, 1]
 
 
-def test_the_end_token_is_given_or_in_the_folder_or_a_usual_one(
-    byte_level_file: Path, tmp_path: Path
-) -> None:
+def test_the_end_token_is_given_or_in_the_folder_or_a_usual_one(byte_level_file: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(byte_level_file.read_text())
     assert load_tokenizer(str(tmp_path)).eos_id == 0
     for entry in ("<|im_end|>", {"content": "<|im_end|>"}):

@@ -94,8 +94,8 @@ def test_one_broken_finding_leaves_the_others(fake: list[int], monkeypatch: pyte
     report = doctor.collect()
     assert report["accelerator"] == REPORT
     assert report["devices"] is None
-    assert "devices: RuntimeError: driver too old" in report["problems"]
-    assert "devices: RuntimeError: driver too old" in doctor.to_words(report)
+    assert report["problems"] == ["devices, communication, kernels: RuntimeError: driver too old"]
+    assert "communication, kernels: RuntimeError: driver too old" in doctor.to_words(report)
 
 
 def test_launcher_variables_are_those_seen(fake: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,10 +60,9 @@ def test_spread_over_layers(values: list[float], p50: float, p95: float, most: f
     assert (spread["p50"], spread["p95"], spread["max"]) == pytest.approx((p50, p95, most))
 
 
-def test_imbalance_is_per_microbatch_while_dead_and_maxvio_are_of_the_step() -> None:
-    # Each microbatch loads one rank only, alternating; summed over the step all is even.
-    counts = torch.tensor([[[4, 4, 0, 0]], [[0, 0, 4, 4]]])  # [microbatch, layer, expert]
-    metrics = load_metrics(counts, ep_size=2)
+def test_imbalance_is_of_microbatches_while_dead_and_maxvio_are_of_the_step() -> None:
+    # Each of two microbatches loads one rank only, alternating; summed over the step all is even.
+    metrics = load_metrics(torch.tensor([[4, 4, 4, 4]]), torch.tensor([2.0]), 2.0)
     assert metrics["rank_imbalance"] == metrics["rank_imbalance_max"] == 2.0
     assert metrics["expert_maxvio"] == 0.0
     assert metrics["dead_experts"] == 0
@@ -71,14 +70,15 @@ def test_imbalance_is_per_microbatch_while_dead_and_maxvio_are_of_the_step() -> 
 
 
 def test_summary_over_layers() -> None:
-    metrics = load_metrics(torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]]), ep_size=2)
-    assert metrics["rank_imbalance"] == 1.5
-    assert metrics["rank_imbalance_max"] == 2.0
-    assert metrics["rank_imbalance_p50"] == 1.5
+    counts_LE = torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]])
+    metrics = load_metrics(counts_LE, rank_imbalance(counts_LE, ep_size=2), 3.5)
+    assert metrics["rank_imbalance"] == metrics["rank_imbalance_p50"] == 1.5
+    assert metrics["rank_imbalance_p95"] == pytest.approx(1.95)
+    assert metrics["rank_imbalance_max"] == 3.5
     assert metrics["expert_maxvio"] == 1.5
     assert metrics["dead_experts"] == 3
-    assert metrics["layers"]["dead_experts"] == [0, 3]
+    assert metrics["layers"] == {"rank_imbalance": [1, 2], "expert_maxvio": [0, 3], "dead_experts": [0, 3]}
 
 
 def test_a_model_without_moe_layers_has_no_load() -> None:
-    assert load_metrics(torch.zeros(0, 4, dtype=torch.int64), ep_size=2) == {}
+    assert load_metrics(torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0), 1.0) == {}

@@ -125,9 +125,7 @@ def test_wandb_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypatch
 
     def init(**options: Any) -> Any:
         started.append(options)
-        return SimpleNamespace(
-            id="abc", log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: None
-        )
+        return SimpleNamespace(id="abc", log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     config = MetricsConfig(wandb=True, wandb_project="moe")
@@ -147,7 +145,7 @@ def test_the_page_lists_every_field() -> None:
 
     timer = PhaseTimer(CPUAccelerator())
     timer.start_step()
-    load = load_metrics(torch.ones(1, 2), 1)
+    load = load_metrics(torch.ones(1, 2), torch.ones(1), 1.0)
     layers = load.pop("layers")
     written = {*load, *(f"layers.{name}" for name in layers), *timer.finish_step()}
     written |= throughput_metrics(1, 1.0, 1, 1.0, Peak(1.0, "setting")).keys()

@@ -7,7 +7,7 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "equipoise"
 ALLOWED = ("accelerator", "kernels")
-VENDOR_CALL = re.compile(r"torch\.(cuda|musa|xpu|npu|mps|hpu)\b|from torch import cuda|\.cuda\(")
+VENDOR_CALL = re.compile(r"torch\.(cuda|musa|xpu|npu|mps|hpu)\b|from torch import cuda|[\w)\]]\.cuda\(")
 
 
 def vendor_calls(text: str) -> list[str]:
@@ -27,3 +27,8 @@ def test_no_vendor_namespace_outside_the_accelerator_layer(path: Path) -> None:
 @pytest.mark.parametrize("line", ["torch.cuda.synchronize()", "from torch import cuda", "x = x.cuda()", "torch.musa.x"])
 def test_the_search_finds_vendor_calls(line: str) -> None:
     assert vendor_calls(line) == [line]
+
+
+@pytest.mark.parametrize("line", ["Moves with `.to(device)` and `.cuda()`.", "torch.cudnn", "device.type"])
+def test_the_search_leaves_other_text_alone(line: str) -> None:
+    assert vendor_calls(line) == []

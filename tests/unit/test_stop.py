@@ -43,6 +43,13 @@ def test_an_outer_instance_hears_what_an_inner_one_caught() -> None:
         assert (inner.requested, outer.requested) == (signal.SIGTERM, signal.SIGTERM)
 
 
+def test_an_inner_instance_takes_over_what_an_outer_one_heard_before() -> None:
+    with StopSignals() as outer:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with StopSignals() as inner:
+            assert inner.requested == outer.requested == signal.SIGTERM
+
+
 def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignals():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from equipoise.models.config import ModelConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from equipoise.accelerator import CPUAccelerator
+from equipoise.models.config import ModelConfig
 from equipoise.train.throughput import (
     Peak,
     active_parameters,

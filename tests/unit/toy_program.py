@@ -6,10 +6,11 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import toy_config
 
-from equipoise import accelerator, cli, launch
+from equipoise import cli, launch
 from equipoise.errors import EquipoiseError
 from equipoise.train.stop import StopSignals
 
@@ -28,6 +29,8 @@ def run_training(config: toy_config.ToyConfig, out_dir: Path, argv: list[str], r
     (out_dir / f"rank-{rank}.tmp").rename(out_dir / f"rank-{rank}")
     if behaviour == "finish":
         return
+    while len(list(out_dir.glob("rank-[0-9]"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.02)
     if behaviour == "wait" or (behaviour != "stubborn" and rank != config.train.acting_rank):
         with StopSignals() as stop:
             while not stop.requested:
@@ -58,12 +61,15 @@ NAMES = (
 
 def install() -> None:
     """Put the toy tree, loop and a CPU accelerator where the command line looks for the real ones."""
-    config, run = ModuleType("equipoise.train.config"), ModuleType("equipoise.train.run")
-    config.TrainConfig = toy_config.ToyConfig  # type: ignore[attr-defined]
-    run.run_training = run_training  # type: ignore[attr-defined]
-    sys.modules |= {config.__name__: config, run.__name__: run}
     cpu = SimpleNamespace(name="cpu", device_type="cpu", device_count=lambda: 1)
-    accelerator.get_accelerator = lambda: cpu  # type: ignore[attr-defined, assignment]
+    modules: dict[str, dict[str, Any]] = {
+        "equipoise.train.config": {"TrainConfig": toy_config.ToyConfig},
+        "equipoise.train.run": {"run_training": run_training},
+        "equipoise.accelerator": {"get_accelerator": lambda: cpu},
+    }
+    for name, contents in modules.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(contents)
     launch.GRACE_S = int(os.environ.get("TOY_GRACE_S", launch.GRACE_S))
     cli.WORKER_PROGRAM = (sys.executable, __file__)
 

@@ -3,9 +3,11 @@
 Importing this package needs no hardware, starts no device context, and changes neither environment nor RNG.
 """
 
-from equipoise.accelerator.base import CAPABILITIES, Accelerator, Capability, Event, MemoryStats
+from equipoise.accelerator.base import CAPABILITIES, Accelerator, Capability, Event, MemoryStats, OutOfMemory
 from equipoise.accelerator.cpu import CPUAccelerator
 from equipoise.accelerator.cuda import CUDAAccelerator
+from equipoise.accelerator.generic import GenericAccelerator
+from equipoise.accelerator.musa import MUSAAccelerator
 from equipoise.accelerator.registry import ENTRY_POINT_GROUP, Registration
 from equipoise.accelerator.selection import (
     VARIABLE,
@@ -30,7 +32,10 @@ __all__ = [
     "CUDAAccelerator",
     "Capability",
     "Event",
+    "GenericAccelerator",
+    "MUSAAccelerator",
     "MemoryStats",
+    "OutOfMemory",
     "PhysicalId",
     "Registration",
     "TorchAccelerator",

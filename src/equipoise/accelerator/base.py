@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,6 +59,17 @@ class MemoryStats:
     reserved: int
     free: int
     total: int
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """What an out-of-memory observer is told: the device's ordinal, and in bytes what was asked for, what this
+    process may use of the device in all, and what the device had free."""
+
+    device_index: int
+    requested: int
+    total: int
+    free: int
 
 
 class Event(Protocol):
@@ -159,6 +170,43 @@ class Accelerator(ABC):
     def empty_cache(self) -> None:
         """Give cached, unused memory back to the device."""
 
+    def ipc_collect(self) -> None:
+        """Release memory that other processes were given and have closed. Does nothing where there is
+        none."""
+        return None
+
+    def enable_expandable_segments(self) -> Capability:
+        """Let the allocator grow its segments in place; the answer says whether it does now."""
+        return self.supports("expandable_segments")
+
+    def attach_oom_observer(self, observer: Callable[[OutOfMemory], None]) -> Capability:
+        """Call `observer` each time an allocation fails, before the exception; the answer says whether it
+        will be.
+
+        An observer that raises is logged and changes nothing about the allocation's own error.
+        """
+        return self.supports("oom_observer")
+
+    def record_memory_history(self, max_entries: int | None = 100_000) -> None:
+        """Start to record allocations with their stacks, the last `max_entries` of them; None stops it.
+
+        Raises `ConfigError` where `supports("memory_snapshot")` is false.
+        """
+        self._memory_snapshot_namespace()._record_memory_history(
+            **({"enabled": None} if max_entries is None else {"max_entries": max_entries})
+        )
+
+    def dump_memory_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write what was recorded to `path`, in the format of pytorch.org/memory_viz.
+
+        Raises `ConfigError` where `supports("memory_snapshot")` is false.
+        """
+        self._memory_snapshot_namespace()._dump_snapshot(os.fspath(path))
+
+    def _memory_snapshot_namespace(self) -> Any:
+        """The module with `_record_memory_history` and `_dump_snapshot`."""
+        raise ConfigError(f"memory history is not recorded: {self.supports('memory_snapshot').reason}")
+
     # Random numbers
 
     @abstractmethod
@@ -182,6 +230,10 @@ class Accelerator(ABC):
     def world_backend(self) -> str:
         """What `init_process_group` takes, so that host and device tensors each have their transport."""
         return f"cpu:gloo,{self.device_type}:{self.communication_backend()}"
+
+    def weight_update_backend(self) -> str:
+        """What a group takes that broadcasts updated weights, and their metadata, to a running engine."""
+        return self.communication_backend()
 
     # Numbers and tools
 
@@ -213,6 +265,11 @@ class Accelerator(ABC):
     def _supports(self, capability: str) -> Capability:
         """The answer to `supports`; `capability` is one of `CAPABILITIES`."""
         return Capability(False, f"the {self.name} backend does not offer {capability}")
+
+    def limits(self) -> tuple[str, ...]:
+        """What training on this device has to do without, in words; empty when nothing is known to be
+        missing."""
+        return ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, device_type={self.device_type!r})"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from equipoise.accelerator import peak_flops as datasheets
-from equipoise.accelerator.base import Capability
+from equipoise.accelerator.base import Capability, OutOfMemory
 from equipoise.accelerator.registry import Registration
 from equipoise.accelerator.torch_accelerator import TorchAccelerator
 from equipoise.accelerator.visible_devices import VisibleDevices
@@ -18,12 +19,15 @@ NVIDIA_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 ROCM_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 ROCM_OUTER_VARIABLE = "ROCR_VISIBLE_DEVICES"
 
+_log = logging.getLogger("equipoise.accelerator")
+
 
 class CUDAAccelerator(TorchAccelerator):
     """Delegates to `torch.cuda`. `rocm` says which vendor's runtime this build of torch has."""
 
     name = "cuda"
     device_type = "cuda"
+    allocator_variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
     def __init__(self) -> None:
         self.rocm = torch.version.hip is not None
@@ -41,6 +45,23 @@ class CUDAAccelerator(TorchAccelerator):
         """Always "nccl"."""
         return "nccl"
 
+    def _set_allocator(self, settings: str) -> None:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+    def attach_oom_observer(self, observer: Callable[[OutOfMemory], None]) -> Capability:
+        """Registers with torch's allocator; torch keeps the observer until the process ends."""
+        answer = self.supports("oom_observer")
+        if answer:
+
+            def observed(device: int, requested: int, total: int, free: int) -> None:
+                try:
+                    observer(OutOfMemory(device, requested, total, free))
+                except Exception:
+                    _log.exception("an out-of-memory observer raised; the allocation's own error follows")
+
+            torch._C._cuda_attach_out_of_memory_observer(observed)  # type: ignore[attr-defined]
+        return answer
+
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """From the table of datasheets, by the device's name."""
         return datasheets.peak_flops(self.device_name(), dtype)
@@ -53,6 +74,14 @@ class CUDAAccelerator(TorchAccelerator):
 
     def _supports_ipc(self) -> Capability:
         return Capability(True, "memory handles of the driver, between processes of one host")
+
+    def _supports_expandable_segments(self) -> Capability:
+        reason = "torch decides by the ROCm version" if self.rocm else "virtual memory management of the driver"
+        return Capability(True, reason)
+
+    def _supports_oom_observer(self) -> Capability:
+        ok = hasattr(torch._C, "_cuda_attach_out_of_memory_observer")
+        return Capability(ok, f"this torch has {'' if ok else 'no '}hook for failed allocations")
 
     def _supports_triton(self) -> Capability:
         if not self.rocm:

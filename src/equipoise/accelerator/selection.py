@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 
+from equipoise.accelerator import generic
+from equipoise.accelerator.allocator import configure_allocator, expandable_segments_requested
 from equipoise.accelerator.base import Accelerator, Capability
 from equipoise.accelerator.registry import ENTRY_POINT_GROUP, Registration
 from equipoise.errors import ConfigError
 
 VARIABLE = "EQUIPOISE_ACCELERATOR"
-BUILT_IN = ("equipoise.accelerator.cpu", "equipoise.accelerator.cuda")
+BUILT_IN = ("equipoise.accelerator.cpu", "equipoise.accelerator.cuda", "equipoise.accelerator.musa")
 
 _log = logging.getLogger("equipoise.accelerator")
 
@@ -65,6 +67,7 @@ class _State:
     broken: dict[str, str] = field(default_factory=dict)  # entry points that failed to load, with the error
     bootstrapped: set[str] = field(default_factory=set)
     current: Accelerator | None = None
+    by_type: dict[str, Accelerator] = field(default_factory=dict)  # made for tensors of other devices
     selection: Selection | None = None
 
 
@@ -129,9 +132,7 @@ def initialize_accelerator() -> Accelerator | None:
         _state.selection = selection
         if _is_fallback():
             return None
-        assert selection.winner is not None
-        _state.current = _registrations(only=selection.winner)[selection.winner].factory()
-        _log.info("accelerator: %s (%s)", selection.winner, selection.reason)
+        _state.current = _make(selection)
         return _state.current
 
 
@@ -146,11 +147,24 @@ def get_accelerator() -> Accelerator:
         chosen = initialize_accelerator()
         if chosen is None:
             assert _state.selection is not None
-            chosen = _state.current = _registrations(only="cpu")["cpu"].factory()
-            _log.info("accelerator: cpu (%s)", _state.selection.reason)
+            chosen = _state.current = _make(_state.selection)
             for hint in _state.selection.hints:
                 warnings.warn(f"training on the CPU, though {hint}", RuntimeWarning, stacklevel=2)
         return chosen
+
+
+def _make(selection: Selection) -> Accelerator:
+    """The winner's object, with the allocator set as the environment asks and the limits of the backend
+    named."""
+    assert selection.winner is not None
+    expandable_segments_requested(os.environ)  # a malformed value stops here, before a device is touched
+    accelerator = _registrations(only=selection.winner)[selection.winner].factory()
+    configure_allocator(accelerator, os.environ)
+    _log.info("accelerator: %s (%s)", selection.winner, selection.reason)
+    limits = accelerator.limits()
+    if limits:
+        warnings.warn(f"limits of {accelerator.name}: {'; '.join(limits)}", RuntimeWarning, stacklevel=3)
+    return accelerator
 
 
 def accelerator_for(device: torch.device | str) -> Accelerator:
@@ -162,11 +176,13 @@ def accelerator_for(device: torch.device | str) -> Accelerator:
     with _lock:
         if _state.current is not None and _state.current.device_type == device_type:
             return _state.current
+        if device_type in _state.by_type:
+            return _state.by_type[device_type]
         known = _registrations()
         for name, registration in sorted(known.items(), key=_order):
             if (registration.device_type or name) == device_type:
                 _bootstrap(registration, os.environ)
-                return registration.factory()
+                return _state.by_type.setdefault(device_type, registration.factory())
     raise ConfigError(f"no backend handles {device_type!r} tensors; registered are {', '.join(sorted(known))}")
 
 
@@ -260,6 +276,7 @@ def _bootstrap_and_probe(registration: Registration, environ: Mapping[str, str])
     try:
         _bootstrap(registration, environ)
     except Exception as error:  # a vendor's module may raise anything; the trace and the error carry it
+        _log.info("the bootstrap of %s failed", registration.name, exc_info=True)
         return Capability(False, f"its bootstrap failed: {type(error).__name__}: {error}")
     return _probe(registration)
 
@@ -313,7 +330,9 @@ def _registrations(only: str | None = None) -> dict[str, Registration]:
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return found | _state.registered
+    found |= _state.registered
+    other = generic.registration({r.device_type or r.name for r in found.values()})
+    return found if other is None else {**found, other.name: other}
 
 
 def _order(item: tuple[str, Registration]) -> tuple[int, str]:

@@ -7,6 +7,8 @@ tables.
 from __future__ import annotations
 
 import importlib
+import os
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,7 +45,12 @@ class TorchEvent:
 
 
 class TorchAccelerator(Accelerator):
-    """Every operation of the contract by the namespace `torch.<device_type>`, looked up when it is used."""
+    """Every operation of the contract by the namespace `torch.<device_type>`, looked up when it is used.
+
+    `allocator_variables` are those that configure the allocator, the one that wins first.
+    """
+
+    allocator_variables: tuple[str, ...] = ("PYTORCH_ALLOC_CONF",)
 
     @property
     def namespace(self) -> Any:
@@ -118,6 +125,39 @@ class TorchAccelerator(Accelerator):
         """Give cached, unused memory back to the device."""
         self.namespace.empty_cache()
 
+    def ipc_collect(self) -> None:
+        """Release memory that other processes were given and have closed."""
+        collect = getattr(self.namespace, "ipc_collect", None)
+        if collect is not None:
+            collect()
+
+    def enable_expandable_segments(self) -> Capability:
+        """Switch them on, keeping every other allocator setting of the environment."""
+        answer = self.supports("expandable_segments")
+        if not answer:
+            return answer
+        kept = [os.environ.get(name, "") for name in self.allocator_variables]
+        settings = ",".join([*[text for text in kept if text][:1], "expandable_segments:True"])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                self._set_allocator(settings)
+            except (RuntimeError, ValueError) as error:
+                return Capability(False, f"the runtime refused {settings!r}: {error}")
+        for warning in caught:
+            if "not supported" in str(warning.message):
+                return Capability(False, f"the runtime said: {warning.message}")
+        return Capability(True, f"allocator settings are now {settings!r}")
+
+    def _set_allocator(self, settings: str) -> None:
+        """Give the allocator its settings, in the grammar of its environment variable."""
+        self.namespace.memory._set_allocator_settings(settings)
+
+    def _memory_snapshot_namespace(self) -> Any:
+        if not self.supports("memory_snapshot"):
+            return super()._memory_snapshot_namespace()
+        return self.namespace.memory
+
     def manual_seed(self, seed: int) -> None:
         """Seed the host's generator and the current device's."""
         torch.manual_seed(seed)
@@ -149,6 +189,15 @@ class TorchAccelerator(Accelerator):
             return self._has(needs[capability])
         return super()._supports(capability)
 
+    def _supports_ipc(self) -> Capability:
+        return self._has("ipc_collect")
+
+    def _supports_memory_snapshot(self) -> Capability:
+        return self._has("memory._record_memory_history", "memory._dump_snapshot")
+
+    def _supports_expandable_segments(self) -> Capability:
+        return self._has("memory._set_allocator_settings")
+
     def _supports_bf16(self) -> Capability:
         check = getattr(self.namespace, "is_bf16_supported", None)
         if check is None:
@@ -171,6 +220,15 @@ class TorchAccelerator(Accelerator):
             return Capability(False, f"triton cannot be imported: {error}")
         return Capability(True, "triton is installed")
 
-    def _has(self, attribute: str) -> Capability:
-        ok = hasattr(self.namespace, attribute)
-        return Capability(ok, f"torch.{self.device_type} has {'' if ok else 'no '}{attribute}")
+    def _has(self, *names: str) -> Capability:
+        """Whether the namespace has all of these, which may be dotted."""
+        missing = [name for name in names if not _resolves(self.namespace, name)]
+        if missing:
+            return Capability(False, f"torch.{self.device_type} has no {', '.join(missing)}")
+        return Capability(True, f"torch.{self.device_type} has {', '.join(names)}")
+
+
+def _resolves(module: Any, dotted: str) -> bool:
+    for part in dotted.split("."):
+        module = getattr(module, part, None)
+    return module is not None

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -36,12 +35,9 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
     They are looked up anew at each call, so a buffer that was replaced rather than changed is seen.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in model.state_dict(keep_vars=True).items():  # hooks of FSDP reshard what was gathered
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(f"cannot save {name!r} of the model: expected a tensor, got {type(value).__name__}")
         if id(value) in seen:
@@ -193,8 +189,6 @@ def _raise_for(problems: list[str]) -> None:
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            "; ".join(problems[:5])
-            + more
-            + ". No parameter was changed. Resume with the model and optimizer "
+            "; ".join(problems[:5]) + more + ". No parameter was changed. Resume with the model and optimizer "
             "settings of the run that saved it (they are in its train_state.json)."
         )

@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 from equipoise.checkpoint import layout, rng
 from equipoise.checkpoint import tensors as names
 from equipoise.checkpoint.tensors import MODEL, OPTIMIZER, RNG, Stored
-from equipoise.distributed import World, gather_json
+from equipoise.distributed.agree import gather_json
 from equipoise.distributed.collectives import group_device
+from equipoise.distributed.world import World
 from equipoise.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -157,9 +158,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: World) -> RestoredM
             stored = _read_index(path)
             model = names.model_tensors(state.model)
             names.check_model(model, stored[MODEL])
-            moments = names.optimizer_targets(
-                model, state.optimizer, stored[OPTIMIZER], saved["optimizer_stateless"]
-            )
+            moments = names.optimizer_targets(model, state.optimizer, stored[OPTIMIZER], saved["optimizer_stateless"])
             randoms = _rng_targets(stored[RNG], saved["world_size"], world)
         with _shards(failure, remedy):
             dcp.load(
@@ -217,9 +216,7 @@ def _collect(state: TrainingState, world: World) -> tuple[dict[str, torch.Tensor
     return tensors, train_state
 
 
-def _check_same_everywhere(
-    tensors: dict[str, torch.Tensor], train_state: dict[str, Any], world: World
-) -> None:
+def _check_same_everywhere(tensors: dict[str, torch.Tensor], train_state: dict[str, Any], world: World) -> None:
     """Raises on every rank if names, the loader's state or the contents of a plain tensor differ by rank."""
     if not _is_distributed(world):
         return
@@ -288,9 +285,7 @@ def _restore_random_state(randoms: dict[str, torch.Tensor], saved: dict[str, Any
     needs_device = world.accelerator.device_type != "cpu"
     complete = bool(randoms) and (rng.DEVICE in randoms or not needs_device)
     if not complete:
-        rng.seed_rng(
-            rng.derived_seed(saved["seed"], saved["step"], world.size, world.rank), world.accelerator
-        )
+        rng.seed_rng(rng.derived_seed(saved["seed"], saved["step"], world.size, world.rank), world.accelerator)
     if randoms:
         rng.restore_rng(randoms, world.accelerator)
     if world.rank == 0 and not randoms:
@@ -339,6 +334,4 @@ def _shards(failure: str, remedy: str) -> Iterator[None]:
             yield
     except CheckpointException as raised:  # not a subclass of Exception
         rank, (cause, _) = min(raised.failures.items(), key=lambda item: item[0])
-        raise CheckpointError(
-            f"{failure}: rank {rank}: {type(cause).__name__}: {cause}. {remedy}"
-        ) from raised
+        raise CheckpointError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}. {remedy}") from raised

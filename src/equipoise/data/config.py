@@ -57,9 +57,7 @@ class DataConfig(Config):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "DataConfig":
         if self.source == "random" and (self.packing == "documents" or self.max_documents is not None):
-            raise ValueError(
-                "source 'random' has no documents; leave packing at 'concat' and max_documents unset"
-            )
+            raise ValueError("source 'random' has no documents; leave packing at 'concat' and max_documents unset")
         if self.source in ("stdlib", "random") and self.include is not None:
             raise ValueError(f"source {self.source!r} is no folder; leave include unset")
         return self

@@ -25,9 +25,7 @@ def tokenizer_folder(model_id: str) -> Path:
     Raises `DataError` without the hub package, without a network, or when the model has no `tokenizer.json`.
     """
     path = _download(model_id, "tokenizer.json", "model", None, what=f"data.tokenizer {model_id!r}")
-    with suppress(
-        DataError
-    ):  # not every model has one, and a copy without it may serve where there is no network
+    with suppress(DataError):  # not every model has one, and a copy without it may serve where there is no network
         _download(model_id, "tokenizer_config.json", "model", None, what=f"data.tokenizer {model_id!r}")
     return path.parent
 

@@ -106,7 +106,7 @@ class JsonTokenizer:
         return int(self._bytes_V[np.asarray(ids, np.int64)].sum())
 
     @cached_property
-    def _bytes_V(self) -> np.ndarray:  # noqa: N802 - a tensor: bytes of text that each id stands for, [vocab_size]
+    def _bytes_V(self) -> np.ndarray:
         spec = json.loads(self._backend.to_str())
         byte_level = _has_type(spec.get("decoder"), "ByteLevel") or _has_type(spec.get("pre_tokenizer"), "ByteLevel")
         added = {entry["id"]: entry for entry in spec.get("added_tokens", [])}

@@ -20,9 +20,7 @@ class TrainConsole:
     stream: where to write, stdout by default; a live line is drawn only if it is a terminal.
     """
 
-    def __init__(
-        self, total_steps: int, rank: int = 0, *, first_step: int = 0, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, total_steps: int, rank: int = 0, *, first_step: int = 0, stream: TextIO | None = None) -> None:
         self._shown = rank == 0
         self._total, self._first = total_steps, first_step
         self._stream = stream or sys.stdout

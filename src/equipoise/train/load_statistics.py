@@ -38,9 +38,7 @@ def dead_experts(counts_E: torch.Tensor) -> torch.Tensor:
 
 def spread_over_layers(values_L: torch.Tensor) -> dict[str, float]:
     """Median, 95th percentile (linear interpolation) and maximum over layers [L]."""
-    p50, p95 = torch.quantile(
-        values_L.double(), torch.tensor([0.5, 0.95], dtype=torch.float64).to(values_L.device)
-    )
+    p50, p95 = torch.quantile(values_L.double(), torch.tensor([0.5, 0.95], dtype=torch.float64).to(values_L.device))
     return {"p50": float(p50), "p95": float(p95), "max": float(values_L.max())}
 
 

@@ -182,11 +182,7 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
 def _scalars(prefix: str, value: Any) -> list[tuple[str, float]]:
     """Every number of a nested value with its path, list items by index."""
     if isinstance(value, dict):
-        return [
-            pair
-            for key, item in value.items()
-            for pair in _scalars(f"{prefix}/{key}" if prefix else key, item)
-        ]
+        return [pair for key, item in value.items() for pair in _scalars(f"{prefix}/{key}" if prefix else key, item)]
     if isinstance(value, list):
         return [pair for i, item in enumerate(value) for pair in _scalars(f"{prefix}/{i:03d}", item)]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -203,9 +199,7 @@ class _TensorBoard:
                 f"metrics.tensorboard is on but the package tensorboard cannot be imported ({error}). "
                 "Install it with: pip install 'equipoise[tensorboard]', or switch metrics.tensorboard off."
             ) from error
-        purge_step = (
-            resumed_step + 1 if resumed_step else None
-        )  # hides later steps of the run that is resumed
+        purge_step = resumed_step + 1 if resumed_step else None  # hides later steps of the run that is resumed
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -24,9 +24,9 @@ class StopSignals:
     """While entered, SIGTERM and SIGINT only set `requested`; a second SIGINT raises `KeyboardInterrupt`.
 
     A signal reaches one process while the others may not see it, so the ranks have to agree on
-    `requested` (a maximum over ranks) before they act on it. An entered instance passes signals on to one
-    that was entered before it. Outside the main thread Python allows no handlers: entering changes
-    nothing there.
+    `requested` (a maximum over ranks) before they act on it. An instance that is entered inside another
+    takes over what that one has heard, and passes on what it hears. Outside the main thread Python allows
+    no handlers: entering changes nothing there.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,10 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._receive) for number in _HANDLED}
+            for number in _HANDLED:
+                self._previous[number] = signal.signal(number, self._receive)
+            for outer in self._outer():
+                self.requested = self.requested or outer.requested
         return self
 
     def __exit__(
@@ -55,8 +58,14 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         again = self.requested == signal.SIGINT == number
         self.requested = self.requested or number
-        outer: Callable[[int, FrameType | None], Any] | Any = self._previous.get(number)
-        if isinstance(getattr(outer, "__self__", None), StopSignals):
-            outer(number, frame)
+        for outer in self._outer():
+            outer.requested = outer.requested or number
         if again:
             raise KeyboardInterrupt
+
+    def _outer(self) -> Iterator["StopSignals"]:
+        """The instances that were entered before this one, the nearest first."""
+        outer = getattr(self._previous.get(signal.SIGTERM), "__self__", None)
+        if isinstance(outer, StopSignals):
+            yield outer
+            yield from outer._outer()

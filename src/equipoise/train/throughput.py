@@ -20,14 +20,10 @@ def active_parameters(model: ModelConfig) -> int:
     output head (also where it is tied). The input embedding is a look-up; norms and biases are left out.
     """
     layers, moe_layers = model.num_hidden_layers, len(model.moe_layers)
-    attention = (
-        2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
-    )
+    attention = 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
     dense = 3 * model.hidden_size * model.intermediate_size
     experts = model.num_experts_per_tok + model.n_shared_experts
-    moe = (
-        3 * model.hidden_size * model.moe_intermediate_size * experts + model.hidden_size * model.num_experts
-    )
+    moe = 3 * model.hidden_size * model.moe_intermediate_size * experts + model.hidden_size * model.num_experts
     head = model.vocab_size * model.hidden_size
     return layers * attention + (layers - moe_layers) * dense + moe_layers * moe + head
 

@@ -133,9 +133,7 @@ class Trainer:
         raise_together(error, self.world)
         return writer if writer is not None else nullcontext()
 
-    def _log(
-        self, record: dict[str, Any], writer: MetricsWriter | None, console: TrainConsole, always: bool
-    ) -> None:
+    def _log(self, record: dict[str, Any], writer: MetricsWriter | None, console: TrainConsole, always: bool) -> None:
         if writer is None or not (always or "eval_loss" in record or self.step % self.config.metrics.log_every == 0):
             return
         console.update(writer.write(self.step, record))

@@ -1,0 +1,78 @@
+"""A vendor's transport on real processes, played by a registered backend that hands out Gloo's."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+from distributed.harness import run_ranks
+from equipoise.accelerator import CPUAccelerator, MUSAAccelerator, set_accelerator
+from equipoise.distributed.backends import new_group, resolved_backends
+from unit import fake_musa
+
+
+class CPUOverMCCL(CPUAccelerator):
+    """CPU tensors carried by a transport called mccl."""
+
+    def communication_backend(self) -> str:
+        return "mccl"
+
+    def world_backend(self) -> str:
+        return "cpu:mccl"
+
+
+MADE: list[ProcessGroupGloo] = []  # by the transport that this file registers as mccl
+
+
+def make_gloo(store, rank: int, size: int, timeout):  # type: ignore[no-untyped-def]
+    MADE.append(ProcessGroupGloo(store, rank, size, timeout))
+    return MADE[-1]
+
+
+def broadcast_over_mccl() -> tuple[str, str, str, list[float]]:
+    """Backend names of the world, of a group asked for as nccl and of an inherited one; an async
+    broadcast."""
+    dist.Backend.register_backend("mccl", make_gloo, devices=["cpu"])
+    accelerator = CPUOverMCCL()
+    set_accelerator(accelerator)
+    dist.init_process_group(accelerator.world_backend())
+    asked, inherited = new_group(accelerator, backend="nccl"), new_group(accelerator)
+    x = torch.full((3,), float(dist.get_rank() + 1))
+    dist.broadcast(x, src=1, group=asked, async_op=True).wait()
+    dist.all_reduce(x, group=inherited)
+    names = [dist.get_backend(), dist.get_backend(asked), dist.get_backend(inherited)]
+    dist.destroy_process_group()
+    return (*names, x.tolist())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nccl_becomes_the_transport_of_the_accelerator(world_size: int) -> None:
+    for result in run_ranks(broadcast_over_mccl, world_size):
+        assert result == ("cpu:mccl", "mccl", "cpu:mccl", [2.0 * world_size] * 3)
+
+
+def weight_update_group_on_musa() -> dict[str, object]:
+    """A world of two device types: whose transport each has, and a CPU broadcast through a group of it."""
+    fake_musa.install(count=2)
+    dist.Backend.register_backend("mccl", make_gloo, devices=["musa"])
+    accelerator = MUSAAccelerator()
+    with resolved_backends(accelerator):
+        dist.init_process_group(accelerator.weight_update_backend())
+        group = dist.new_group()  # as third-party code does, inheriting the world's backend
+    metadata = torch.tensor([float(os.environ["RANK"])])
+    dist.broadcast(metadata, src=1, group=group, async_op=True).wait()
+    ours = {name: any(group._get_backend(torch.device(name)) is made for made in MADE) for name in ("cpu", "musa")}
+    config = str(dist.get_backend_config(group))
+    dist.destroy_process_group()
+    return {"config": config, "metadata": metadata.item(), "ours": ours}
+
+
+def test_metadata_and_device_tensors_have_their_own_transports_on_musa() -> None:
+    for result in run_ranks(weight_update_group_on_musa, 2):
+        assert result == {
+            "config": "cpu:gloo,musa:mccl",
+            "metadata": 1.0,
+            "ours": {"cpu": False, "musa": True},
+        }
