@@ -33,15 +33,15 @@ class Permutation(NamedTuple):
 def make_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation:
     """Sorts the slots by destination id; ids of -1 go to the end and are counted nowhere. No host sync on GPUs."""
     flat = ids_TK.flatten().long()
-    valid_TK = ids_TK >= 0
-    # On the CPU the check is free and saves masking later; elsewhere it would be a host sync.
-    all_valid = ids_TK.device.type == "cpu" and bool(valid_TK.all())
-    key = flat if all_valid else torch.where(flat < 0, num_destinations, flat)
+    valid_TK: torch.Tensor | None = ids_TK >= 0
+    if ids_TK.device.type == "cpu" and bool(valid_TK.all()):  # the check is free here and saves masking later
+        valid_TK = None
+    key = flat if valid_TK is None else torch.where(flat < 0, num_destinations, flat)
     slot_R = torch.argsort(key, stable=True)
     row = torch.empty_like(slot_R)
     row[slot_R] = torch.arange(slot_R.numel(), device=row.device)
     counts = torch.bincount(key, minlength=num_destinations + 1)[:num_destinations]
-    return Permutation(slot_R, row.view(ids_TK.shape), None if all_valid else valid_TK, counts)
+    return Permutation(slot_R, row.view(ids_TK.shape), valid_TK, counts)
 
 
 def _gather_sum(

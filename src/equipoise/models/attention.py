@@ -56,8 +56,8 @@ def attend(q_BNSH: torch.Tensor, k_BGSH: torch.Tensor, v_BGSH: torch.Tensor, mas
     if isinstance(mask, Documents):
         out: list[list[torch.Tensor]] = [[] for _ in range(q_BNSH.shape[0])]
         for sequence, start, end in mask.spans:
-            q, k, v = (x[sequence : sequence + 1, :, start:end] for x in (q_BNSH, k_BGSH, v_BGSH))
-            out[sequence].append(attend(q, k, v, None))
+            parts = (x[sequence : sequence + 1, :, start:end] for x in (q_BNSH, k_BGSH, v_BGSH))
+            out[sequence].append(attend(*parts, mask=None))
         return torch.cat([torch.cat(parts, dim=2) for parts in out])
     return _compiled_flex_attention()(q_BNSH, k_BGSH, v_BGSH, block_mask=mask, enable_gqa=True)
 

@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, D features, V vocabulary, T = B * S.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from equipoise.dispatch import build_dispatcher
 from equipoise.models.attention import Attention, AttentionMask, document_mask, rotary_tables
 from equipoise.models.config import ModelConfig
 from equipoise.models.recompute import Recompute, recompute_context
-from equipoise.moe.experts import ExpertKernel, Experts
+from equipoise.moe.experts import Experts
 from equipoise.moe.layer import MoELayer
 from equipoise.moe.router import Router, Routing
 
@@ -51,7 +51,7 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def build_moe_layer(config: ModelConfig, expert_kernel: ExpertKernel) -> MoELayer:
+def build_moe_layer(config: ModelConfig, expert_kernel: str) -> MoELayer:
     """An MoE layer with all experts here and the local dispatcher; expert parallelism replaces both later."""
     shared = None
     if config.n_shared_experts:
@@ -67,7 +67,7 @@ def build_moe_layer(config: ModelConfig, expert_kernel: ExpertKernel) -> MoELaye
 class DecoderLayer(nn.Module):
     """Attention and feed-forward with pre-norm residuals. Returns the routing as well when the layer is MoE."""
 
-    def __init__(self, config: ModelConfig, index: int, expert_kernel: ExpertKernel) -> None:
+    def __init__(self, config: ModelConfig, index: int, expert_kernel: str) -> None:
         super().__init__()
         self.is_moe = index in config.moe_layers
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -112,7 +112,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: ModelConfig, expert_kernel: ExpertKernel = "auto") -> None:
+    def __init__(self, config: ModelConfig, expert_kernel: str = "auto") -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -164,7 +164,7 @@ class LMHead(nn.Linear):
 class MoEForCausalLM(nn.Module):
     """The whole language model; `model.*` and `lm_head.weight` as in transformers."""
 
-    def __init__(self, config: ModelConfig, expert_kernel: ExpertKernel = "auto") -> None:
+    def __init__(self, config: ModelConfig, expert_kernel: Literal["auto", "loop", "grouped_mm"] = "auto") -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config, expert_kernel)

@@ -18,14 +18,15 @@ from equipoise.dispatch import DispatcherName, build_dispatcher
 from equipoise.distributed.mesh import Meshes
 from equipoise.models.config import ModelConfig
 from equipoise.models.initialize import initialize_module
-from equipoise.models.model import DecoderLayer, ExpertKernel, MoEForCausalLM
+from equipoise.models.model import DecoderLayer, MoEForCausalLM
 from equipoise.models.recompute import Recompute
 from equipoise.moe.experts import Experts
 from equipoise.moe.layer import MoELayer
 
 
-def _keep_local_experts(experts: Experts, meshes: Meshes) -> None:
+def _keep_local_experts(layer: DecoderLayer, meshes: Meshes) -> None:
     """Shrinks the (meta) expert weights of a layer to this EP rank's; they become DTensors over `ep` later."""
+    experts = layer.mlp.experts
     for name, parameter in list(experts.named_parameters(recurse=False)):
         shape = (parameter.shape[0] // meshes.sizes.ep, *parameter.shape[1:])
         setattr(experts, name, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta")))
@@ -54,7 +55,7 @@ def build_parallel_model(
     *,
     compute_dtype: torch.dtype = torch.float32,
     dispatcher: DispatcherName = "auto",
-    expert_kernel: ExpertKernel = "auto",
+    expert_kernel: str = "auto",
     recompute: Recompute = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
@@ -83,13 +84,12 @@ def build_parallel_model(
     first_expert = meshes.ep.get_local_rank() * num_local_experts
     placement = _expert_shard_placement(num_local_experts, sizes.efsdp)
     for index, layer in enumerate(model.model.layers):
-        assert isinstance(layer, DecoderLayer)
         layer.recompute = recompute
         mlp = layer.mlp
         if isinstance(mlp, MoELayer):
             mlp.dispatcher = build_dispatcher(dispatcher, config.num_experts, meshes.ep_group)
             mlp.gate.balance_group = meshes.everyone
-            _keep_local_experts(mlp.experts, meshes)
+            _keep_local_experts(layer, meshes)
         layer.to_empty(device=device)
         initialize_module(layer, f"model.layers.{index}.", std, seed, first_expert)
         if compile:

@@ -3,16 +3,12 @@
 Shapes: R rows sorted by local expert, D hidden features, I expert features, M local experts.
 """
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from equipoise.kernels.grouped_linear import choose_grouped_linear
-
-ExpertKernel = Literal["auto", "loop", "grouped_mm"]
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
@@ -23,9 +19,7 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 class Experts(nn.Module):
     """Weights in the layout of transformers: `gate_up_proj` [M, 2 * I, D] (gate rows first), `down_proj` [M, D, I]."""
 
-    def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, kernel: ExpertKernel = "auto"
-    ) -> None:
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, kernel: str = "auto") -> None:
         super().__init__()
         self.kernel = kernel
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
