@@ -141,6 +141,4 @@ def test_empty_buffers_keep_shape_and_dtype_both_ways(four: Outcomes) -> None:
 
 
 def test_experts_that_do_not_divide_are_refused_with_both_numbers(four: Outcomes) -> None:
-    assert set(four.of(refuses_experts_that_do_not_divide)) == {
-        "6 experts cannot be split over an EP group of 4 ranks"
-    }
+    assert set(four.of(refuses_experts_that_do_not_divide)) == {"6 experts cannot be split over an EP group of 4 ranks"}

@@ -406,7 +406,7 @@ def test_every_gradient_of_a_small_olmoe_equals_one_process(two: Outcomes) -> No
 def test_recompute_counts_no_token_twice(two: Outcomes) -> None:
     tokens = 2 * 2 * 6 * 3  # ranks x microbatches x tokens x experts per token
     for found in two.of(counts_under_recompute):
-        assert found == dict.fromkeys(("none", "full", "selective"), [tokens, tokens])
+        assert found == {recompute: [tokens, tokens] for recompute in ("none", "full", "selective")}
 
 
 def test_a_layer_without_bias_does_not_stop_the_others(two: Outcomes) -> None:
@@ -425,7 +425,8 @@ def test_a_model_without_moe_layers_trains(two: Outcomes) -> None:
 def test_no_step_leaves_tensors_behind(two: Outcomes) -> None:
     for found in two.of(live_tensors):
         for recompute, counts in found.items():
-            assert len(set(counts[2:])) == 1, (recompute, counts)
+            # A leak of one tensor per step would raise even the least of the later counts above the earlier ones.
+            assert min(counts[5:]) <= max(counts[1:4]), (recompute, counts)
 
 
 def test_experts_start_different_and_the_same_at_every_ep_size(two: Outcomes) -> None:

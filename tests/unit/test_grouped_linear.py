@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from equipoise.errors import ConfigError
 from equipoise.kernels.grouped_linear import choose_grouped_linear, grouped_mm_linear, loop_grouped_linear
 
 COUNTS = [[3, 0, 5, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 8], [2, 3, 1, 4]]
@@ -69,3 +70,24 @@ def test_choice_says_why(name: str) -> None:
 def test_unknown_kernel_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="choose auto, loop or grouped_mm"):
         choose_grouped_linear("cpu", torch.float32, "cutlass")
+
+
+def test_the_probe_does_not_depend_on_where_the_first_use_is() -> None:
+    """An evaluation comes first when a finished run is opened again: no gradients are recorded there."""
+    choose_grouped_linear.cache_clear()
+    with torch.no_grad():
+        assert choose_grouped_linear("cpu", torch.float32, "grouped_mm").name == "grouped_mm"
+
+
+def test_a_kernel_that_does_not_run_here_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args, **kwargs):
+        raise RuntimeError("not implemented for this device\nmore lines")
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", broken)
+    choose_grouped_linear.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"does not run here: not implemented for this device. Use auto or loop"):
+            choose_grouped_linear("cpu", torch.float32, "grouped_mm")
+        assert choose_grouped_linear("cpu", torch.float32, "auto").name == "loop"
+    finally:
+        choose_grouped_linear.cache_clear()

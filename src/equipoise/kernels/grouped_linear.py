@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from equipoise.errors import ConfigError
+
 GroupedLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -119,8 +121,9 @@ def _probe_grouped_mm(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         for fn in (loop_grouped_linear, grouped_mm_linear):
             x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-            out = fn(x, w, counts)
-            out.backward(torch.ones_like(out))
+            with torch.enable_grad():
+                out = fn(x, w, counts)
+                out.backward(torch.ones_like(out))
             results.append((out.detach(), x.grad, w.grad))
     except (RuntimeError, NotImplementedError) as error:
         return f"grouped_mm does not run here: {str(error).splitlines()[0]}"
@@ -134,16 +137,19 @@ def _probe_grouped_mm(device: torch.device, dtype: torch.dtype) -> str | None:
 def choose_grouped_linear(device_type: str, dtype: torch.dtype, name: str = "auto") -> KernelChoice:
     """Picks the implementation: `auto`, `loop` or `grouped_mm`. Probes once per device type and dtype.
 
+    Whoever builds a model calls it first: the probe runs a backward, which a region under activation recompute or
+    compilation would not let it do.
+
     On CPU the loop is preferred: its products write straight into the output, and the row counts are already
     on the host.
 
     Raises:
-        ValueError: the implementation asked for is unknown or does not run here.
+        ConfigError: the implementation asked for is unknown or does not run here.
     """
     if name == "loop":
         return KernelChoice("loop", "asked for", loop_grouped_linear)
     if name not in ("auto", "grouped_mm"):
-        raise ValueError(f"expert kernel {name!r} is unknown: choose auto, loop or grouped_mm")
+        raise ConfigError(f"expert kernel {name!r} is unknown: choose auto, loop or grouped_mm")
     if name == "auto" and device_type == "cpu":
         return KernelChoice("loop", "on CPU the loop is at least as fast as grouped_mm", loop_grouped_linear)
     problem = _probe_grouped_mm(torch.device(device_type), dtype)
@@ -151,5 +157,5 @@ def choose_grouped_linear(device_type: str, dtype: torch.dtype, name: str = "aut
         reason = "asked for" if name == "grouped_mm" else "grouped_mm runs here and agrees with the loop"
         return KernelChoice("grouped_mm", reason, grouped_mm_linear)
     if name == "grouped_mm":
-        raise ValueError(f"expert kernel 'grouped_mm' cannot be used: {problem}. Use auto or loop")
+        raise ConfigError(f"expert kernel 'grouped_mm' cannot be used: {problem}. Use auto or loop")
     return KernelChoice("loop", problem, loop_grouped_linear)
