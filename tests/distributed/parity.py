@@ -20,7 +20,7 @@ from equipoise.train.step import TrainStep
 from equipoise.train.timing import PhaseTimer
 
 VOCAB = 61
-OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5)
+OPTIMIZER = OptimizerConfig(lr=1e-3, max_grad_norm=0.5)
 SEED = 7
 
 

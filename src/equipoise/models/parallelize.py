@@ -68,7 +68,7 @@ def build_parallel_model(
     Raises:
         ConfigError: the expert kernel asked for does not run here.
     """
-    choose_grouped_linear(device.type, compute_dtype, expert_kernel)
+    choose_grouped_linear(device, compute_dtype, expert_kernel)  # probed before any layer needs it
     with torch.device("meta"):
         model = MoEForCausalLM(config, expert_kernel)
     sizes, std = meshes.sizes, config.initializer_range
