@@ -7,7 +7,7 @@ from equipoise.kernels.grouped_linear import choose_grouped_linear
 
 def describe_choice(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """The expert kernel in use on a device and why, for `equipoise doctor` and the log."""
-    choice = choose_grouped_linear(device.type, dtype)
+    choice = choose_grouped_linear(device, dtype)
     return {"grouped_linear": choice.name, "reason": choice.reason}
 
 

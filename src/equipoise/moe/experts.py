@@ -33,6 +33,6 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: torch.Tensor, counts_M: torch.Tensor) -> torch.Tensor:
         """Outputs in row order. Every expert takes part in the graph, so idle experts get zero gradients, not None."""
-        grouped_linear = choose_grouped_linear(rows_RD.device.type, rows_RD.dtype, self.kernel).fn
+        grouped_linear = choose_grouped_linear(rows_RD.device, rows_RD.dtype, self.kernel).fn
         gate, up = grouped_linear(rows_RD, local_tensor(self.gate_up_proj), counts_M).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, local_tensor(self.down_proj), counts_M)
