@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from equipoise.errors import ConfigError
 from equipoise.kernels.grouped_linear import choose_grouped_linear, grouped_mm_linear, loop_grouped_linear
 from equipoise.models.recompute import recompute_context
 
@@ -89,3 +90,17 @@ def test_probe_does_not_see_the_callers_modes(mode) -> None:
     else:
         with mode():
             choose(x)
+
+
+def test_a_kernel_that_does_not_run_here_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args, **kwargs):
+        raise RuntimeError("not implemented for this device\nmore lines")
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", broken)
+    choose_grouped_linear.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"does not run here: not implemented for this device. Use auto or loop"):
+            choose_grouped_linear(torch.device("cpu"), torch.float32, "grouped_mm")
+        assert choose_grouped_linear(torch.device("cpu"), torch.float32, "auto").name == "loop"
+    finally:
+        choose_grouped_linear.cache_clear()

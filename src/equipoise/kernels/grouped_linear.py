@@ -13,6 +13,8 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from equipoise.errors import ConfigError
+
 GroupedLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -139,12 +141,12 @@ def choose_grouped_linear(device: torch.device, dtype: torch.dtype, name: str = 
     on the host.
 
     Raises:
-        ValueError: the implementation asked for is unknown or does not run here.
+        ConfigError: the implementation asked for is unknown or does not run here.
     """
     if name == "loop":
         return KernelChoice("loop", "asked for", loop_grouped_linear)
     if name not in ("auto", "grouped_mm"):
-        raise ValueError(f"expert kernel {name!r} is unknown: choose auto, loop or grouped_mm")
+        raise ConfigError(f"expert kernel {name!r} is unknown: choose auto, loop or grouped_mm")
     if name == "auto" and device.type == "cpu":
         return KernelChoice("loop", "on CPU the loop is at least as fast as grouped_mm", loop_grouped_linear)
     # In a thread of its own, where the caller's modes do not reach (no_grad, recompute, fake tensors): they would
@@ -155,5 +157,5 @@ def choose_grouped_linear(device: torch.device, dtype: torch.dtype, name: str = 
         reason = "asked for" if name == "grouped_mm" else "grouped_mm runs here and agrees with the loop"
         return KernelChoice("grouped_mm", reason, grouped_mm_linear)
     if name == "grouped_mm":
-        raise ValueError(f"expert kernel 'grouped_mm' cannot be used: {problem}. Use auto or loop")
+        raise ConfigError(f"expert kernel 'grouped_mm' cannot be used: {problem}. Use auto or loop")
     return KernelChoice("loop", problem, loop_grouped_linear)
