@@ -78,16 +78,16 @@ def _train_help() -> str:
         "itself.\n\n"
         "\b\nExamples:\n"
         "  equipoise train demo --nproc-per-node 2\n"
-        "  equipoise train demo --train.steps 200 --optimizer.lr=1e-3 --out runs/mine\n"
-        "  equipoise train my.toml --train.no-compile    (false; the bare --train.compile is true)\n"
-        "  equipoise train runs/mine/config.toml         (repeat a run)\n"
-        "  torchrun --nproc-per-node 8 -m equipoise train demo --out runs/mine\n\n"
+        "  equipoise train demo --nproc-per-node 2 --train.steps 200 --optimizer.lr=1e-3 --out runs/mine\n"
+        "  equipoise train my.toml --nproc-per-node 2 --train.no-compile     (false; bare --train.compile: true)\n"
+        "  equipoise train runs/mine/config.toml --nproc-per-node 2     (repeat a run in a new folder)\n"
+        "  torchrun --standalone --nproc-per-node 2 -m equipoise train demo --out runs/mine\n\n"
         f"\b\nRecipes:\n{listed}\n\n"
         "\b\nSettings:\n"
         "  equipoise train --help-config                 all keys with type, range, default, meaning\n"
         "  equipoise train --help-config model           those of one section\n\n"
-        "Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 128 + n "
-        "stopped by signal n after saving."
+        "Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 75 (of one rank) "
+        "another rank was missing beyond the deadline; 128 + n stopped by signal n after saving."
     )
 
 

@@ -80,9 +80,10 @@ def build_parallel_model(
 
     def shard(module, mesh, *, reshard: bool, **options) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, **options)
-        unit = module[0] if isinstance(module, list) else module
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:  # over one rank the gradient is copied as it is; a factor would cost a division
+            unit = module[0] if isinstance(module, list) else module
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
     num_local_experts = config.num_experts // sizes.ep
     first_expert = meshes.ep.get_local_rank() * num_local_experts
