@@ -88,7 +88,9 @@ def plan_loads(
 class ExactLoadPlanner:
     """The planner behind the public protocol. Keeps nothing between calls.
 
-    One load on the CPU is planned by the list form of `balance/planner_host.py`, which gives the same placement sooner.
+    One load on the CPU is planned by the list form of `balance/planner_host.py`, which gives the same placement sooner:
+    whoever needs the plan on the host anyway does best to move the load there first, since on an accelerator this form
+    launches some thousand small kernels.
     """
 
     def __call__(self, load_PE: torch.Tensor, settings: PlannerSettings) -> Placement:
