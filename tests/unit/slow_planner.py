@@ -86,6 +86,6 @@ def slow_run(
         ranks[giver] -= tokens
         ranks[receiver] += tokens
         free[receiver] -= 1
-        is_unfinished = variant.fill < 0 and ranks[receiver] < target and free[receiver] > 0
+        is_unfinished = variant.fill < 0 and target - ranks[receiver] >= settings.min_tokens and free[receiver] > 0
         together = (giver, receiver) if is_unfinished else None
     return ranks, copies

@@ -52,13 +52,15 @@ def test_lists_and_tensors_agree_with_the_slow_planner(problem) -> None:
     assert equal(plan_loads(torch.tensor([load]), num_ranks, chosen)[0], expected)
 
 
-@pytest.mark.parametrize("copy_tokens", [0, 40])
-@pytest.mark.parametrize(("num_ranks", "num_masters"), [(4, 3), (8, 4), (6, 7)])
-def test_lists_and_tensors_agree_on_likely_loads(num_ranks: int, num_masters: int, copy_tokens: int) -> None:
+@pytest.mark.parametrize(("copy_tokens", "min_tokens"), [(0, 1), (40, 3), (200, 50)])
+@pytest.mark.parametrize(("num_ranks", "num_masters"), [(4, 3), (8, 8), (6, 7)])
+def test_lists_and_tensors_agree_on_likely_loads(
+    num_ranks: int, num_masters: int, copy_tokens: int, min_tokens: int
+) -> None:
     size = Size(num_ranks, num_ranks * num_masters, 2, tokens=512)
-    load_BE = torch.stack([load_PE.sum(0) for _, load_PE in synthetic_loads(size, 24, np.random.default_rng(7))])
+    load_BE = torch.stack([load_PE.sum(0) for _, load_PE in synthetic_loads(size, 9, np.random.default_rng(7))])
     for slots in {1, 2, num_masters}:
-        chosen = PlannerSettings(slots, tolerance=0.0, min_tokens=3, copy_tokens=copy_tokens)
+        chosen = PlannerSettings(slots, tolerance=0.0, min_tokens=min_tokens, copy_tokens=copy_tokens)
         placements = plan_loads(load_BE, num_ranks, chosen)
         for number, load_E in enumerate(load_BE):
             assert equal(placements[number], plan_load(load_E, num_ranks, chosen))
