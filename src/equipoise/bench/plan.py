@@ -18,7 +18,7 @@ def _bench() -> None:
         "With --quality: largest over mean rank load on synthetic loads (lognormal, Zipf, one hot rank) at 8 ranks x "
         "32, 8 x 128 and 64 x 256 experts, against a lower bound, an UltraEP-style planner and, on small loads, the "
         "optimum (needs scipy). Writes benchmarks/results/planner.json, or planner-NAME.json for your own.\n\n"
-        "Without: the time of one plan, at the same sizes and below.\n\n"
+        "Without: the processor time of one plan, at the same sizes and below.\n\n"
         "\b\nExamples:\n"
         "  equipoise bench plan --quality --seed 0\n"
         "  equipoise bench plan --quality --planner my_file.py:my_planner"
