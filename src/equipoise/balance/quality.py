@@ -71,8 +71,8 @@ def synthetic_loads(size: Size, count: int, rng: np.random.Generator) -> Iterato
 class Outcome:
     """One planner on one set of loads.
 
-    ratio: largest over mean rank load. bound: what the ratio cannot be below. seconds: processor time of one plan,
-    which other programs on the machine do not lengthen as they do the elapsed time.
+    ratio: largest over mean rank load. bound: what the ratio cannot be below. seconds: processor time of a plan, which
+    other programs on the machine do not lengthen as they do the elapsed time.
     """
 
     kinds: list[str]
