@@ -343,7 +343,11 @@ def _destroy(group: dist.ProcessGroup | None, abort: bool) -> None:
 
 
 def _disable(group: dist.ProcessGroup) -> None:
-    """Makes every collective on a destroyed group raise: Gloo's would go on working for whoever kept it."""
+    """Makes every collective on a destroyed group raise: Gloo's would go on working for whoever kept it.
+
+    `shutdown` and `abort` change nothing there, so the group gets torch's backend for tests that only refuses. (It
+    ignores a bare `group.send` and `group.recv`; `torch.distributed.send` refuses an unknown group itself.)
+    """
     options: Any = FakeProcessGroup.Options()  # type: ignore[call-arg]
     options.error_on_collective = True
     refusing = FakeProcessGroup._create_internal(group.rank(), group.size(), options)  # type: ignore[call-arg]

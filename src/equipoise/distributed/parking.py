@@ -42,7 +42,8 @@ def park(world: World, *holders: Holder) -> None:
         world.accelerator.synchronize()
         old = {name: weakref.ref(groups.get(name)) for name in groups.names() if groups.is_member(name)}
         groups.park(_tables(holders))
-    gc.collect()
+    if any(group() is not None for group in old.values()):
+        gc.collect()
     kept = [name for name, group in old.items() if group() is not None]
     if kept:
         logger.warning(
