@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from results_file import write_results
+from equipoise.bench.results import write_results
 
 MODEL = {
     "vocab_size": 512,
