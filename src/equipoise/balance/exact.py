@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from equipoise.balance.bounds import lower_bound, rank_load
+from equipoise.balance.bounds import floor_load, rank_load
 from equipoise.balance.plan import Copy, Placement, placement_from_copies
 from equipoise.balance.protocol import PlannerSettings, check_sizes
 from equipoise.errors import ConfigError
@@ -100,8 +100,7 @@ def _solve(
     cost = np.zeros(last + 1)
     cost[last] = 1.0
     is_integer = np.ones(last + 1) if whole else np.r_[np.zeros(count), np.ones(count), 0]
-    floor = lower_bound(torch.tensor([load]), num_ranks, settings.num_slots, settings.domain_size)
-    low = np.r_[np.zeros(last), float(floor)]
+    low = np.r_[np.zeros(last), float(floor_load(torch.tensor([load]), num_ranks, settings.domain_size))]
     high = np.r_[np.full(count, np.inf), np.ones(last - count), np.inf]
     result = milp(
         cost,

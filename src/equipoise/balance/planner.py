@@ -11,6 +11,7 @@ Every choice takes the lowest index among equals. The result does not depend on 
 Shapes: B loads, N candidates, P ranks, E experts, M = E / P masters and R slots per rank, S = P * R moves at most.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -41,17 +42,20 @@ class _Moves(NamedTuple):
         return _Moves(*(x.index_select(1, index_B) for x in self))
 
 
-def plan_loads(load_BE: torch.Tensor, num_ranks: int, settings: PlannerSettings) -> Placement:
+def plan_loads(
+    load_BE: torch.Tensor, num_ranks: int, settings: PlannerSettings, reads_values: bool | None = None
+) -> Placement:
     """Placements for B loads at once (integer tensor [B, E]); each equals that of its load alone.
 
-    What is searched and which candidate wins is told in `balance/rules.py`. On the CPU the search stops as soon as it
-    can; on other devices it runs for a fixed number of steps, without host synchronization. Raises `ConfigError` for
-    what cannot be served (see `check_sizes`, `check_counts`).
+    What is searched and which candidate wins is told in `balance/rules.py`. `reads_values` (default: on the CPU) lets
+    the host look at values, to refuse bad ones and to stop the search as soon as it can; otherwise it runs for a fixed
+    number of steps without host synchronization. Raises `ConfigError` for what cannot be served (see `check_sizes`,
+    `check_counts`).
     """
     check_sizes(load_BE.shape[1], num_ranks, settings)
     load_BE = load_BE.long()
-    on_host = load_BE.device.type == "cpu"
-    if on_host and load_BE.numel():  # elsewhere looking at values would be a host sync
+    on_host = load_BE.device.type == "cpu" if reads_values is None else reads_values
+    if on_host and load_BE.numel():
         check_counts(int(load_BE.min()), int(load_BE.sum(1).max()))
     plan = empty_placement(load_BE, num_ranks, settings.num_slots)
     if num_ranks == 1 or settings.num_slots == 0 or load_BE.shape[0] == 0:
@@ -72,7 +76,7 @@ def plan_loads(load_BE: torch.Tensor, num_ranks: int, settings: PlannerSettings)
             if wave.start == 0:
                 bound_B = lower_bound(load_BE[rows], num_ranks, settings.num_slots, settings.domain_size)
                 start_B = start_B.index_copy(0, rows, bound_B.maximum(tolerated_B[rows]))
-            first, target_BK = 2 + wave.start, _raise_target(start_B[rows, None], load_BE.new_tensor(TARGET_STEPS[wave]))
+            first, target_BK = 2 + wave.start, _raise_target(start_B[rows, None], _target_steps(load_BE.device)[wave])
         key_B, found = _best_of(load_BE[rows], target_BK, first, num_ranks, settings, on_host)
         is_better_B = key_B < best_B[rows]
         best_B = best_B.index_copy(0, rows, key_B.minimum(best_B[rows]))
@@ -102,6 +106,11 @@ def tolerated_load(load_BP: torch.Tensor, settings: PlannerSettings) -> torch.Te
     size = settings.domain_size or load_BP.shape[1]
     total_B = load_BP.view(load_BP.shape[0], -1, size).sum(2).amax(1)
     return (total_B * (PPM + settings.tolerance_ppm) // (size * PPM)).maximum((total_B + size - 1) // size)
+
+
+@lru_cache
+def _target_steps(device: torch.device) -> torch.Tensor:
+    return torch.tensor(TARGET_STEPS, device=device)
 
 
 def _raise_target(start: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
@@ -204,6 +213,7 @@ def run_candidates(
     return target_N - room_NP.amin(1), moves
 
 
+@lru_cache
 def _variant_columns(num_candidates: int, num_slots: int, min_tokens: int, device: torch.device) -> tuple:
     """The variants' choices as columns over the candidates."""
     threshold = {"fit": 0, "large": HUGE, "small": min_tokens}
