@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: install
-	$(BIN)/equipoise train demo --nproc-per-node 2
+	EQUIPOISE_ACCELERATOR=$${EQUIPOISE_ACCELERATOR:-cpu} $(BIN)/equipoise train demo --nproc-per-node 2
 
 test: install
 	$(BIN)/python -m pytest

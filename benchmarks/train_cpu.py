@@ -38,7 +38,7 @@ MODEL = {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.0,
 }
-SEQUENCES, LENGTH, WARM_UP, LR = 8, 256, 10, 1e-3
+SEQUENCES, LENGTH, WARM_UP, LR = 8, 256, 12, 1e-4
 TOKENS = SEQUENCES * LENGTH
 VARIANTS = {"ep2": 2, "one process": 1, "transformers eager": 1, "transformers grouped_mm": 1}
 """Processes of each variant."""
@@ -81,7 +81,7 @@ def run_equipoise(steps: int) -> dict:
     from equipoise.train.timing import PhaseTimer
 
     with join_world(get_accelerator(), timeout_s=120) as world:
-        config = ModelConfig(**MODEL, selection_bias=True, bias_update_speed=3e-3)
+        config = ModelConfig(**MODEL, selection_bias=True, bias_update_speed=5e-3)
         meshes = build_meshes(derive_axes(ParallelConfig(ep_size=world.size), world.size, config.num_experts), world)
         model = build_parallel_model(config, meshes, world.device, seed=0, reshard_after_forward=False)
         optimizer = build_optimizer(model, OptimizerConfig(lr=LR))

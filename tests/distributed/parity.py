@@ -20,7 +20,7 @@ from equipoise.train.step import TrainStep
 from equipoise.train.timing import PhaseTimer
 
 VOCAB = 61
-OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5)
+OPTIMIZER = OptimizerConfig(lr=1e-3, max_grad_norm=0.5)
 SEED = 7
 
 
@@ -103,7 +103,7 @@ def train_plainly(case: Case, world_size: int, steps: int = 3) -> Trained:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return Trained(losses, norms, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
 
 

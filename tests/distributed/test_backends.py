@@ -44,6 +44,7 @@ def broadcast_over_mccl() -> tuple[str, str, str, list[float]]:
     dist.all_reduce(x, group=inherited)
     names = [dist.get_backend(), dist.get_backend(asked), dist.get_backend(inherited)]
     dist.destroy_process_group()
+    MADE.clear()  # Gloo's threads must end before the interpreter does
     return (*names, x.tolist())  # type: ignore[return-value]
 
 
@@ -66,6 +67,7 @@ def weight_update_group_on_musa() -> dict[str, object]:
     ours = {name: any(group._get_backend(torch.device(name)) is made for made in MADE) for name in ("cpu", "musa")}
     config = str(dist.get_backend_config(group))
     dist.destroy_process_group()
+    MADE.clear()
     return {"config": config, "metadata": metadata.item(), "ours": ours}
 
 

@@ -11,7 +11,8 @@ DISPATCHERS = ["all_to_all", "all_gather"]
 
 
 def check(cases: list[Case], world_size: int) -> None:
-    for results in run_ranks(compare_on_this_rank, world_size, cases, deadline_s=240):
+    on_cpu = {"EQUIPOISE_ACCELERATOR": "cpu"}
+    for results in run_ranks(compare_on_this_rank, world_size, cases, deadline_s=240, env=on_cpu):
         for case, differing in results:
             assert not differing, f"{case} differs: {differing}"
 

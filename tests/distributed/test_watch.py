@@ -106,7 +106,7 @@ def hang_without_a_backend() -> None:
         if world.rank == 1:
             with world.operation("step 4: data", deadline_s=60):
                 time.sleep(60)
-        with world.operation("step 4"), world.operation("forward"):
+        with world.operation("step 4", world.group), world.operation("forward"):
             wait_for_a_transfer_that_never_ends()
 
 
@@ -120,13 +120,14 @@ def test_a_hang_that_no_backend_notices_ends_the_process_with_names_and_stacks()
     assert hung.exit_code == WATCHDOG_EXIT_CODE
     assert "made no progress for 3." in hung.output
     assert "(deadline 3 s)" in hung.output
-    assert '"step 4 / forward" on rank 0 of 2' in hung.output
+    assert '"step 4 / forward" on rank 0 of 2, among group "all" (ranks 0-1)' in hung.output
     assert "rank 1 (host " in hung.output
     assert 'late: in "step 4: data"' in hung.output
     assert "wait_for_a_transfer_that_never_ends" in hung.output
 
 
 def work_long() -> str:
+    lose_the_store()
     with join_world(CPUAccelerator(), 0.8, rendezvous_s=30) as world:
         with world.operation("compile", deadline_s=30):
             time.sleep(1.6)
@@ -144,7 +145,7 @@ def work_long() -> str:
             return f"{type(e).__name__}: {e}"
 
 
-def test_stated_deadlines_and_progress_are_honoured_and_other_errors_untouched() -> None:
+def test_stated_deadlines_progress_and_other_errors_are_honoured_and_a_lost_store_is_named() -> None:
     assert run_ranks(work_long, 1) == ["RuntimeError: shapes differ"]
 
 
@@ -187,7 +188,3 @@ def lose_the_store() -> None:
         watch.operation("x"),
     ):
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
-
-
-def test_a_lost_store_is_said_to_be_lost() -> None:
-    run_ranks(lose_the_store, 1)

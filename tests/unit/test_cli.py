@@ -55,7 +55,7 @@ def test_help_teaches_examples_recipes_settings_and_exit_codes() -> None:
     for part in (
         "Usage: equipoise train [RECIPE] [--SECTION.KEY VALUE]... [OPTIONS]",
         "equipoise train demo --nproc-per-node 2",
-        "torchrun --nproc-per-node 8 -m equipoise train demo",
+        "torchrun --standalone --nproc-per-node 2 -m equipoise train demo",
         "equipoise train --help-config model",
         "Recipes:",
         "Exit codes: 0 success",

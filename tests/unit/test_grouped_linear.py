@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from equipoise.errors import ConfigError
 from equipoise.kernels.grouped_linear import choose_grouped_linear, grouped_mm_linear, loop_grouped_linear
+from equipoise.models.recompute import recompute_context
 
 COUNTS = [[3, 0, 5, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 8], [2, 3, 1, 4]]
 IMPLEMENTATIONS = [loop_grouped_linear, grouped_mm_linear]
@@ -61,11 +64,43 @@ def test_broadcast_gradient(fn) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "loop", "grouped_mm"])
 def test_choice_says_why(name: str) -> None:
-    choice = choose_grouped_linear("cpu", torch.float32, name)
+    choice = choose_grouped_linear(torch.device("cpu"), torch.float32, name)
     assert choice.reason
     assert choice.name == ("loop" if name == "auto" else name)
 
 
 def test_unknown_kernel_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="choose auto, loop or grouped_mm"):
-        choose_grouped_linear("cpu", torch.float32, "cutlass")
+        choose_grouped_linear(torch.device("cpu"), torch.float32, "cutlass")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad, "recompute"])
+def test_probe_does_not_see_the_callers_modes(mode) -> None:
+    """The first forward may be an evaluation or run under recompute; the answer is kept for the whole run."""
+
+    def choose(x: torch.Tensor) -> torch.Tensor:
+        choose_grouped_linear.cache_clear()
+        assert choose_grouped_linear(torch.device("cpu"), torch.float32, "grouped_mm").name == "grouped_mm"
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    if mode == "recompute":
+        context = recompute_context("selective")
+        checkpoint(choose, x, use_reentrant=False, context_fn=context).sum().backward()
+    else:
+        with mode():
+            choose(x)
+
+
+def test_a_kernel_that_does_not_run_here_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args, **kwargs):
+        raise RuntimeError("not implemented for this device\nmore lines")
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", broken)
+    choose_grouped_linear.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"does not run here: not implemented for this device. Use auto or loop"):
+            choose_grouped_linear(torch.device("cpu"), torch.float32, "grouped_mm")
+        assert choose_grouped_linear(torch.device("cpu"), torch.float32, "auto").name == "loop"
+    finally:
+        choose_grouped_linear.cache_clear()

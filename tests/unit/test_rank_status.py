@@ -4,8 +4,9 @@ import os
 from dataclasses import replace
 
 import pytest
+from torch import distributed as dist
 
-from equipoise.distributed.status import Finding, Status, explain, judge, shorten_ranks
+from equipoise.distributed.status import Board, Finding, Status, explain, judge, shorten_ranks
 from equipoise.distributed.watch import is_communication_error
 from equipoise.distributed.world import Place
 from equipoise.errors import ConfigError
@@ -64,6 +65,14 @@ def test_long_lists_are_cut() -> None:
     assert "all 4 ranks are alive" in explain([], range(4))
 
 
+def test_in_a_large_group_one_rank_looks_and_all_tell_what_it_saw() -> None:
+    store = dist.HashStore()
+    seen = [
+        Board(store).share(lambda rank=rank: f"  rank 7 is gone, says {rank}", f"rank {rank}", 1) for rank in range(3)
+    ]
+    assert seen == ["  rank 7 is gone, says 0\n  (seen by rank 0)"] * 3
+
+
 @pytest.mark.parametrize(("ranks", "shown"), [([], ""), ([4], "4"), ([0, 1, 2, 5], "0-2, 5"), ([3, 1, 2], "1-3")])
 def test_ranks_are_shortened(ranks: list[int], shown: str) -> None:
     assert shorten_ranks(ranks) == shown
@@ -98,7 +107,9 @@ LAUNCHER = {
 
 def test_launcher_variables_are_read() -> None:
     assert Place.from_environment(LAUNCHER) == Place(2, 4, 0, 2, "node0", 29500, agent_store=False)
-    assert Place.from_environment({**LAUNCHER, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store
+    agent = {**LAUNCHER, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert Place.from_environment({**agent, "GROUP_WORLD_SIZE": "1"}) == Place(2, 4, 0, 2, "node0", 29500, True, "2")
+    assert Place.from_environment({**agent, "GROUP_WORLD_SIZE": "2"}).attempt == "0"
 
 
 def test_no_variables_mean_a_world_of_one() -> None:

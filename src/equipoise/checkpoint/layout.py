@@ -101,7 +101,7 @@ def prepare_partial(final: Path) -> None:
     if incomplete_reason(final) is None:
         raise CheckpointError(
             f"checkpoint {final} exists and is complete; it is not overwritten. "
-            "Resume from it (checkpoint.resume), or choose another run folder."
+            "Resume from it with --resume, or choose another run folder with --out."
         )
     partial = partial_path(final)
     if partial.exists():

@@ -136,7 +136,7 @@ def refuse_existing(directory: Path, world: World) -> None:
     if latest is not None:
         raise CheckpointError(
             f"{directory} holds {latest.name} of an earlier run, and checkpoints are never overwritten. "
-            "Continue it with checkpoint.resume, or choose another run folder."
+            "Continue it with --resume, or choose another run folder with --out."
         )
 
 

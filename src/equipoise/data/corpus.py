@@ -144,7 +144,7 @@ def _split_longest(
     if end - cut < 2:
         logger.warning("no document is long enough to hold a part of it out; there will be no evaluation")
         return documents, None
-    logger.info("too few documents to hold whole ones out: the end of the longest, %d tokens, is", end - cut)
+    logger.info("too few documents to hold whole ones out: the last %d tokens of the longest are held out", end - cut)
     tokens = np.concatenate([documents.tokens[:cut], documents.tokens[end - 1 : end], documents.tokens[end:]])
     shorter = lengths.copy()
     shorter[longest] = cut - begin + 1

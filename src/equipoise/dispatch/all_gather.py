@@ -66,7 +66,7 @@ class AllGatherDispatcher:
 
     def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
         num_tokens = x_TD.shape[0]
-        largest = torch.tensor([num_tokens], device=x_TD.device)
+        largest = torch.full((1,), num_tokens, device=x_TD.device)  # filled there: a copy would be a host sync
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         padding = int(largest) - num_tokens  # the one host sync: the common number of tokens
         if padding:

@@ -40,11 +40,14 @@ class _Handle(NamedTuple):
     inverse_R: torch.Tensor
 
 
-def expert_major_order(counts_PM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order that turns rows sorted by (source rank, expert) into (expert, source rank), and its inverse (int64)."""
+def expert_major_order(counts_PM: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order that turns rows sorted by (source rank, expert) into (expert, source rank), and its inverse (int64).
+
+    `num_rows` is the sum of the counts, which the host knows; without it their sum would be a host sync.
+    """
     num_ranks, num_experts = counts_PM.shape
     expert = torch.arange(num_experts, device=counts_PM.device).repeat(num_ranks)
-    order_R = torch.argsort(expert.repeat_interleave(counts_PM.flatten()), stable=True)
+    order_R = torch.argsort(expert.repeat_interleave(counts_PM.flatten(), output_size=num_rows), stable=True)
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
     return order_R, inverse_R
@@ -68,7 +71,7 @@ class AllToAllDispatcher:
 
         rows = permute(x_TD, permutation, num_rows=sum(send_splits))
         rows = _AllToAllRows.apply(rows, send_splits, receive_splits, self.group)
-        order_R, inverse_R = expert_major_order(receive_PM)
+        order_R, inverse_R = expert_major_order(receive_PM, sum(receive_splits))
         if self.num_local_experts > 1:  # with one expert here the rows are in its order already
             rows = reorder(rows, order_R, inverse_R)
         handle = _Handle(permutation, weights_TK, send_splits, receive_splits, order_R, inverse_R)

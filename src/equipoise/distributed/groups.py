@@ -190,7 +190,7 @@ class GroupRegistry:
 def _destroy(group: dist.ProcessGroup | None, abort: bool) -> None:
     if group is None:
         return
-    if abort:
+    for device in group._device_types if abort else ():
         with contextlib.suppress(Exception):  # a backend without abort: destroying is all there is
-            group.abort()
+            group._get_backend(device).abort()
     dist.destroy_process_group(group)

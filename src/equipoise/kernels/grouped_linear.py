@@ -6,11 +6,14 @@ result or a gradient of another row. Experts without rows get a weight gradient 
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+
+from equipoise.errors import ConfigError
 
 GroupedLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -131,25 +134,28 @@ def _probe_grouped_mm(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @lru_cache
-def choose_grouped_linear(device_type: str, dtype: torch.dtype, name: str = "auto") -> KernelChoice:
-    """Picks the implementation: `auto`, `loop` or `grouped_mm`. Probes once per device type and dtype.
+def choose_grouped_linear(device: torch.device, dtype: torch.dtype, name: str = "auto") -> KernelChoice:
+    """Picks the implementation: `auto`, `loop` or `grouped_mm`. Probes once per device and dtype.
 
     On CPU the loop is preferred: its products write straight into the output, and the row counts are already
     on the host.
 
     Raises:
-        ValueError: the implementation asked for is unknown or does not run here.
+        ConfigError: the implementation asked for is unknown or does not run here.
     """
     if name == "loop":
         return KernelChoice("loop", "asked for", loop_grouped_linear)
     if name not in ("auto", "grouped_mm"):
-        raise ValueError(f"expert kernel {name!r} is unknown: choose auto, loop or grouped_mm")
-    if name == "auto" and device_type == "cpu":
+        raise ConfigError(f"expert kernel {name!r} is unknown: choose auto, loop or grouped_mm")
+    if name == "auto" and device.type == "cpu":
         return KernelChoice("loop", "on CPU the loop is at least as fast as grouped_mm", loop_grouped_linear)
-    problem = _probe_grouped_mm(torch.device(device_type), dtype)
+    # In a thread of its own, where the caller's modes do not reach (no_grad, recompute, fake tensors): they would
+    # change what the probe sees, and its answer is kept.
+    with ThreadPoolExecutor(1) as fresh:
+        problem = fresh.submit(_probe_grouped_mm, device, dtype).result()
     if problem is None:
         reason = "asked for" if name == "grouped_mm" else "grouped_mm runs here and agrees with the loop"
         return KernelChoice("grouped_mm", reason, grouped_mm_linear)
     if name == "grouped_mm":
-        raise ValueError(f"expert kernel 'grouped_mm' cannot be used: {problem}. Use auto or loop")
+        raise ConfigError(f"expert kernel 'grouped_mm' cannot be used: {problem}. Use auto or loop")
     return KernelChoice("loop", problem, loop_grouped_linear)

@@ -37,11 +37,12 @@ def make_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation
     # On the CPU the check is free and saves masking later; elsewhere it would be a host sync.
     all_valid = ids_TK.device.type == "cpu" and bool(valid_TK.all())
     key = flat if all_valid else torch.where(flat < 0, num_destinations, flat)
-    slot_R = torch.argsort(key, stable=True)
+    sorted_R, slot_R = torch.sort(key, stable=True)
     row = torch.empty_like(slot_R)
     row[slot_R] = torch.arange(slot_R.numel(), device=row.device)
-    counts = torch.bincount(key, minlength=num_destinations + 1)[:num_destinations]
-    return Permutation(slot_R, row.view(ids_TK.shape), None if all_valid else valid_TK, counts)
+    # Not `bincount`, which reads the largest key on the host.
+    starts = torch.searchsorted(sorted_R, torch.arange(num_destinations + 1, device=key.device))
+    return Permutation(slot_R, row.view(ids_TK.shape), None if all_valid else valid_TK, starts.diff())
 
 
 def _gather_sum(

@@ -64,7 +64,9 @@ def select_experts(
     if valid_T is not None:
         # One bin past the end collects the invalid rows, so that no shape depends on the data.
         ids_TK = torch.where(valid_T[:, None], ids_TK, num_experts)
-    counts_E = torch.bincount(ids_TK.flatten(), minlength=num_experts + 1)[:num_experts]
+    # Not `bincount`, which reads the largest id on the host. Integer additions: exact in any order.
+    flat = ids_TK.flatten()
+    counts_E = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
     ids_TK = torch.where(ids_TK == num_experts, NO_EXPERT, ids_TK)
     return ids_TK.to(torch.int32), counts_E.to(torch.int32)
 

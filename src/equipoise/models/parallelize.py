@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from equipoise.dispatch import DispatcherName, build_dispatcher
 from equipoise.distributed.mesh import Meshes
+from equipoise.kernels.grouped_linear import choose_grouped_linear
 from equipoise.models.config import ModelConfig
 from equipoise.models.initialize import initialize_module
 from equipoise.models.model import DecoderLayer, ExpertKernel, MoEForCausalLM
@@ -63,7 +64,11 @@ def build_parallel_model(
 
     Layers are materialised, initialised and sharded one at a time, so the peak is the sharded model plus one layer.
     Parameters are computed in `compute_dtype`; gradients are reduced in FP32. Collective over the world.
+
+    Raises:
+        ConfigError: the expert kernel asked for does not run here.
     """
+    choose_grouped_linear(device, compute_dtype, expert_kernel)  # probed before any layer needs it
     with torch.device("meta"):
         model = MoEForCausalLM(config, expert_kernel)
     sizes, std = meshes.sizes, config.initializer_range
@@ -75,9 +80,10 @@ def build_parallel_model(
 
     def shard(module, mesh, *, reshard: bool, **options) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, **options)
-        unit = module[0] if isinstance(module, list) else module
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:  # over one rank the gradient is copied as it is; a factor would cost a division
+            unit = module[0] if isinstance(module, list) else module
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
     num_local_experts = config.num_experts // sizes.ep
     first_expert = meshes.ep.get_local_rank() * num_local_experts

@@ -6,11 +6,10 @@ Shapes: R rows sorted by local expert, D hidden features, I expert features, M l
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from equipoise.kernels.grouped_linear import choose_grouped_linear
+from equipoise.kernels.grouped_mlp import grouped_mlp
 
 ExpertKernel = Literal["auto", "loop", "grouped_mm"]
 
@@ -33,6 +32,5 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: torch.Tensor, counts_M: torch.Tensor) -> torch.Tensor:
         """Outputs in row order. Every expert takes part in the graph, so idle experts get zero gradients, not None."""
-        grouped_linear = choose_grouped_linear(rows_RD.device.type, rows_RD.dtype, self.kernel).fn
-        gate, up = grouped_linear(rows_RD, local_tensor(self.gate_up_proj), counts_M).chunk(2, dim=-1)
-        return grouped_linear(F.silu(gate) * up, local_tensor(self.down_proj), counts_M)
+        gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
+        return grouped_mlp(rows_RD, gate_up, down, counts_M, self.kernel)

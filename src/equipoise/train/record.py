@@ -27,7 +27,7 @@ class StepRecorder:
         axes, loop = self.plan.axes, self.config.train
         total = sum(p.numel() for p in model.parameters()) / 1e6
         active = active_parameters(self.config.model) / 1e6
-        kernel = describe_choice(self.world.device, self.dtype)
+        kernel = describe_choice(self.world.device, self.dtype, loop.expert_kernel)
         layout = f"ep {axes.ep} x efsdp {axes.efsdp}"
         if axes.replicate > 1:
             layout += f" x replicate {axes.replicate}"

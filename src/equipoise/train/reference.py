@@ -16,7 +16,7 @@ This page is generated from the configuration classes:
 Every key below can stand in a recipe (a TOML file, one table per section) and on the command line:
 
 ```
-equipoise train demo --train.steps 200 --optimizer.lr=1e-3 --model.num-experts 16
+equipoise train demo --nproc-per-node 2 --train.steps 200 --optimizer.lr=1e-3 --model.num-experts 16
 ```
 
 * Layers, the last one wins: the defaults below, the recipes named by `extends = "NAME"`, the recipe, the
