@@ -86,8 +86,8 @@ def _train_help() -> str:
         "\b\nSettings:\n"
         "  equipoise train --help-config                 all keys with type, range, default, meaning\n"
         "  equipoise train --help-config model           those of one section\n\n"
-        "Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 128 + n "
-        "stopped by signal n after saving."
+        "Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 75 (of one rank) "
+        "another rank was missing beyond the deadline; 128 + n stopped by signal n after saving."
     )
 
 

@@ -214,6 +214,11 @@ def describe_failures(failures: "Mapping[int, ProcessFailure]", count: int) -> L
     text = f"rank {first} of {count} {_how_it_ended(failure.exitcode)}"
     message = _recorded_message(failure.error_file_data)
     text += f":\n{message}" if message else "; its own output is above"
+    if not message:  # killed from outside: another rank may have named what it waited for
+        reports = {r: _recorded_message(failures[r].error_file_data) for r in others}
+        reporter = next((r for r in others if reports[r]), None)
+        if reporter is not None:
+            text += f"\nrank {reporter} reported:\n{reports[reporter]}"
     also = [f"rank {r} {_how_it_ended(failures[r].exitcode)}" for r in sorted(others)]
     if also:
         text += f"\n({'; '.join(also[:4])}{'; ...' if len(also) > 4 else ''})"

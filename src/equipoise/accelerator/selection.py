@@ -160,7 +160,7 @@ def _make(selection: Selection) -> Accelerator:
     expandable_segments_requested(os.environ)  # a malformed value stops here, before a device is touched
     accelerator = _registrations(only=selection.winner)[selection.winner].factory()
     configure_allocator(accelerator, os.environ)
-    _log.info("accelerator: %s (%s)", selection.winner, selection.reason)
+    _log.debug("accelerator: %s (%s)", selection.winner, selection.reason)
     limits = accelerator.limits()
     if limits:
         warnings.warn(f"limits of {accelerator.name}: {'; '.join(limits)}", RuntimeWarning, stacklevel=3)

@@ -98,7 +98,7 @@ class ModelConfig(Config):
             problems.append(
                 f"topk_group is {self.topk_group} but n_group is {self.n_group}: choose 1 to {self.n_group}"
             )
-        elif self.topk_group * (self.num_experts // self.n_group) < self.num_experts_per_tok:
+        elif self.topk_group * (self.num_experts // self.n_group) < self.num_experts_per_tok <= self.num_experts:
             problems.append(
                 f"topk_group {self.topk_group} of n_group {self.n_group} leaves "
                 f"{self.topk_group * (self.num_experts // self.n_group)} experts to choose from, fewer than "

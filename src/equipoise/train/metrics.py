@@ -8,11 +8,12 @@ resumes.
 import json
 import math
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from equipoise.config import Config
 from equipoise.errors import ConfigError
@@ -42,6 +43,16 @@ class MetricsConfig(Config):
 
     wandb_project: str = Field(default="equipoise", min_length=1)
     """Project that the Weights & Biases run belongs to."""
+
+    @model_validator(mode="after")
+    def _packages_are_here(self) -> Self:
+        for package in ("tensorboard", "wandb"):
+            if getattr(self, package) and find_spec(package) is None:
+                raise ValueError(
+                    f"{package} is on but the package {package} is not installed. Install it with: "
+                    f"pip install 'equipoise[{package}]', or switch metrics.{package} off"
+                )
+        return self
 
 
 class _Sink(Protocol):

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from equipoise.accelerator import selection_report
 from equipoise.distributed.world import World
 from equipoise.kernels import describe_choice
 from equipoise.models.model import MoEForCausalLM
@@ -31,7 +32,9 @@ class StepRecorder:
         layout = f"ep {axes.ep} x efsdp {axes.efsdp}"
         if axes.replicate > 1:
             layout += f" x replicate {axes.replicate}"
+        chosen = selection_report()
         return [
+            f"accelerator: {chosen['winner']} ({chosen['reason']})",
             f"model: {total:.1f} M parameters, {active:.1f} M active per token, "
             f"{self.config.model.num_experts} experts, top {self.config.model.num_experts_per_tok}",
             f"ranks: {axes.world} on {self.world.accelerator.device_name()}, {layout}; compute in "

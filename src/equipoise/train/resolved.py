@@ -74,7 +74,12 @@ def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequ
     Each file is written beside its place and renamed, so that a reader never sees half of one.
     """
     folder = Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {folder} cannot be made: {error.strerror or error}; choose another with --out DIR"
+        ) from error
     header = _HEADER.format(file=shlex.quote(str(folder / CONFIG_FILE)))
     write_replacing(folder / CONFIG_FILE, header + to_toml(config))
     write_replacing(folder / RUN_FILE, json.dumps(describe_run(argv), indent=2) + "\n")

@@ -3,6 +3,8 @@
 Shapes: B sequences, S tokens, L MoE layers, E experts, N microbatches of the step.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -78,9 +80,11 @@ class TrainStep:
         device: torch.device,
         timer: PhaseTimer,
         max_grad_norm: float,
+        operation: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
+        """`operation` surrounds each part of a step with its name, for messages about missing ranks."""
         self.model, self.optimizer, self.meshes, self.device = model, optimizer, meshes, device
-        self.timer, self.max_grad_norm = timer, max_grad_norm
+        self.timer, self.max_grad_norm, self.operation = timer, max_grad_norm, operation
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers = moe_layers(model)
 
@@ -97,8 +101,8 @@ class TrainStep:
         config = self.model.config
         sums = [torch.zeros((), device=self.device) for _ in range(3)]
         counts = []
-        for batch in batches:
-            with self.timer.phase("forward"):
+        for number, batch in enumerate(batches):
+            with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
                 output = run_model(self.model, batch, self.device)
                 assert output.loss_sum is not None
                 share = batch.num_valid_tokens / num_tokens
@@ -113,7 +117,7 @@ class TrainStep:
                         loss = loss + weight * term
                 for total, term in zip(sums, terms):
                     total += term.detach()
-            with self.timer.phase("backward"):
+            with self.timer.phase("backward"), self.operation(f"backward of microbatch {number}"):
                 loss.backward()
         shape = (len(batches), len(self.layers), config.num_experts)
         counts_NLE = torch.stack(counts).long() if counts else torch.zeros(shape, dtype=torch.int64, device=self.device)

@@ -84,7 +84,13 @@ class Trainer:
         )
         self.timer = PhaseTimer(world.accelerator)
         self.step_runner = TrainStep(
-            self.model, self.optimizer, self.meshes, world.device, self.timer, config.optimizer.max_grad_norm
+            self.model,
+            self.optimizer,
+            self.meshes,
+            world.device,
+            self.timer,
+            config.optimizer.max_grad_norm,
+            operation=world.operation,
         )
         self.step = 0
         self.metrics_position = 0
