@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.accelerator import get_accelerator
+from equipoise.balance_config import BalanceConfig
 from equipoise.data import Batch
 from equipoise.distributed.mesh import ParallelConfig, build_meshes, derive_axes
 from equipoise.distributed.world import World, join_world
@@ -57,6 +58,7 @@ class Case:
     lengths: tuple[int, ...] = (9, 12, 7, 11)
     selection_bias: float = 0.0
     """Bias of expert 0: a large one sends every token there."""
+    balance: BalanceConfig | None = None
 
 
 def make_batch(index: int, length: int) -> Batch:
@@ -116,7 +118,13 @@ def train_in_parallel(case: Case, world: World, steps: int = 3) -> Trained:
     parallel = ParallelConfig(ep_size=case.ep, replicate_size=case.replicate)
     meshes = build_meshes(derive_axes(parallel, world.size, case.model.num_experts), world)
     model = build_parallel_model(
-        case.model, meshes, world.device, SEED, dispatcher=case.dispatcher, recompute=case.recompute
+        case.model,
+        meshes,
+        world.device,
+        SEED,
+        dispatcher=case.dispatcher,
+        recompute=case.recompute,
+        balance=case.balance,
     )
     set_bias(model, case.selection_bias)
     optimizer = build_optimizer(model, OPTIMIZER)
