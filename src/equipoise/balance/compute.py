@@ -190,8 +190,9 @@ def dual_mlp(
     step = gate_up.step
     choice = choose_grouped_linear(rows_RD.device, rows_RD.dtype, kernel)
     if choice.fn is loop_grouped_linear:
+        here = counts.host if step.replicas else counts.host[: step.num_masters]
         return _FusedMLP.apply(
-            rows_RD, step, gate_up.name, down.name, counts.host, len(gate_up.tensors), *gate_up.tensors, *down.tensors
+            rows_RD, step, gate_up.name, down.name, here, len(gate_up.tensors), *gate_up.tensors, *down.tensors
         )
     hidden = _product(_split(rows_RD, step, counts), counts, gate_up, kernel)
     parts = []
