@@ -17,3 +17,8 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+
+def divisors(n: int) -> list[int]:
+    """The numbers that divide n, ascending: the valid values that an error message offers."""
+    return [d for d in range(1, n + 1) if n % d == 0]

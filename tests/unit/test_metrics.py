@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from equipoise.errors import ConfigError
-from equipoise.train.metrics import MetricsConfig, MetricsWriter, cut_after
+from equipoise.train.metrics import MetricsConfig, MetricsWriter, cut_after, refuse_missing_packages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -154,3 +154,12 @@ def test_the_page_lists_every_field() -> None:
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     assert listed == written
+
+
+@pytest.mark.parametrize("option", ["tensorboard", "wandb"])
+def test_a_missing_package_is_refused_before_the_run(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.train.metrics.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, option, raising=False)
+    with pytest.raises(ConfigError, match=rf"metrics\.{option} .*pip install 'equipoise\[{option}\]'"):
+        refuse_missing_packages(MetricsConfig(**{option: True}))
+    refuse_missing_packages(MetricsConfig())

@@ -1,4 +1,7 @@
-"""Bounds on the largest rank load that any placement can reach. Shapes: B loads, P ranks, M masters, E = P * M, R slots."""
+"""Bounds on the largest rank load that any placement can reach.
+
+Shapes: B loads, P ranks, E experts, R slots per rank, X bends.
+"""
 
 import torch
 

@@ -63,7 +63,9 @@ def advise_slots(
     mean_B = rank_load(load_BE, num_ranks).double().mean(1).clamp(min=1)
     costs = []
     for slots in range(min(max_slots if max_slots is not None else num_masters, num_masters) + 1):
-        tried = PlannerSettings(slots, settings.tolerance, settings.min_tokens, settings.domain_size, settings.copy_tokens)
+        tried = PlannerSettings(
+            slots, settings.tolerance, settings.min_tokens, settings.domain_size, settings.copy_tokens
+        )
         costs.append(float((planned_cost(load_BE, num_ranks, tried) / mean_B).mean()))
     best = min(costs)
     return next(slots for slots, cost in enumerate(costs) if cost <= best * (1 + slack)), costs

@@ -73,7 +73,7 @@ def _solve(
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_matrix
     except ImportError as error:
-        raise ConfigError("the exact planner needs scipy: pip install scipy") from error
+        raise ConfigError("the exact planner needs scipy: pip install 'equipoise[bench]'") from error
     num_masters, count = len(load) // num_ranks, len(pairs)
     last = count if whole else 2 * count
     entries: list[tuple[int, int, float]] = []

@@ -1,7 +1,7 @@
 """Values of exact-load balancing: where replicas go and how many tokens each physical expert computes.
 
-Shapes: P ranks of the EP group, E logical experts, M = E / P masters per rank, R replica slots per rank, I = P * (M + R)
-physical experts. Logical expert e has its master on rank e // M. Physical id = rank * (M + R) + local; locals below M
+Shapes: P ranks of the EP group, E logical experts, M = E / P masters and R replica slots per rank, P * (M + R) physical
+experts. Logical expert e has its master on rank e // M. Physical id = rank * (M + R) + local; locals below M
 are masters, the others replica slots. Leading dimensions of a `Placement` are a batch of loads.
 """
 
@@ -204,7 +204,9 @@ def check_plan(plan: BalancePlan, load_PE: torch.Tensor, domain_size: int = 0) -
     sent = torch.zeros(E + 1, dtype=torch.int64, device=expert.device)
     sent.scatter_add_(0, torch.where(expert < 0, E, expert), plan.send.long())
     if int(sent[E]) or not torch.equal(sent[:E], load_PE[plan.rank].long()):
-        raise PlanError(f"rank {plan.rank} sends {sent.tolist()} tokens per expert, has {load_PE[plan.rank].tolist()}")
+        raise PlanError(
+            f"rank {plan.rank} sends {sent[:E].tolist()} tokens per expert, has {load_PE[plan.rank].tolist()}"
+        )
     mine = placement.quota.view(P, local)[plan.rank].long()
     if not torch.equal(plan.recv.long().sum(0), mine):
         raise PlanError(f"rank {plan.rank} receives {plan.recv.sum(0).tolist()}, its quotas are {mine.tolist()}")

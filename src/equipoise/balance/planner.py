@@ -88,7 +88,9 @@ def plan_loads(
 class ExactLoadPlanner:
     """The planner behind the public protocol. Keeps nothing between calls.
 
-    One load on the CPU is planned by the list form of `balance/planner_host.py`, which gives the same placement sooner.
+    One load on the CPU is planned by the list form of `balance/planner_host.py`, which gives the same placement sooner:
+    whoever needs the plan on the host anyway does best to move the load there first, since on an accelerator this form
+    launches some thousand small kernels.
     """
 
     def __call__(self, load_PE: torch.Tensor, settings: PlannerSettings) -> Placement:
@@ -169,7 +171,8 @@ def run_candidates(
     room_NP = target_N[:, None] - load_NE.view(N, P, M).sum(2)
     free_NP = torch.full((N, P), R, dtype=torch.int64, device=device)
     domain_P = torch.arange(P, device=device) // domain_size if domain_size else None
-    pair_N = torch.zeros(N, dtype=torch.bool, device=device)
+    live_N = torch.ones(N, dtype=torch.bool, device=device)
+    pair_N = ~live_N
     from_N = to_N = None
     log = []
     for _ in range(P * R):
@@ -194,18 +197,18 @@ def run_candidates(
         move_N = torch.where(slots_N <= fill_N, space_N, want_N.minimum(space_N))
         local_N1 = torch.where(size_NM >= move_N[:, None], HUGE - size_NM, size_NM).argmax(1, keepdim=True)
         move_N = move_N.minimum(size_NM.gather(1, local_N1)[:, 0])
-        is_move_N = (worst_N < HUGE) & (move_N >= min_tokens)
-        if on_host and not is_move_N.any():
+        live_N = live_N & (worst_N < HUGE) & (move_N >= min_tokens)
+        if on_host and not live_N.any():
             break
-        move_N = move_N * is_move_N
+        move_N = move_N * live_N
 
         moved_N1, expert_N = move_N[:, None], giver_N * M + local_N1[:, 0]
         log.append((expert_N, receiver_N * R + R - slots_N, move_N))
         room_NP.scatter_add_(1, receiver_N1, -moved_N1).scatter_add_(1, giver_N[:, None], moved_N1)
         home_NPM.view(N, E).scatter_add_(1, expert_N[:, None], -moved_N1)
-        free_NP.scatter_add_(1, receiver_N1, -is_move_N.long()[:, None])
+        free_NP.scatter_add_(1, receiver_N1, -live_N.long()[:, None])
         if R > 1:
-            pair_N = is_pair_N & is_move_N & (move_N < space_N) & (slots_N > 1)
+            pair_N = is_pair_N & live_N & (space_N - move_N >= min_tokens) & (slots_N > 1)
             from_N, to_N = giver_N, receiver_N
     moves = _no_moves(load_NE, P * R)
     for column, entries in zip(moves, zip(*log)):

@@ -44,7 +44,7 @@ def search(home: list[list[int]], settings: PlannerSettings) -> list[Copy]:
             if number > 1:
                 break
             continue
-        if settings.copy_tokens and target + settings.copy_tokens * _least_sent(home, ranks, target) >= best[0]:
+        if settings.copy_tokens and _least_score(home, ranks, target, settings.copy_tokens) >= best[0]:
             continue
         for index, variant in enumerate(VARIANTS):
             found = _run(home, ranks, target, variant, settings, (number, index), best)
@@ -66,14 +66,22 @@ def _slot_bound(home: list[list[int]], ranks: list[int], num_slots: int) -> int:
     return low
 
 
-def _least_sent(home: list[list[int]], ranks: list[int], target: int) -> int:
-    """No candidate can have its busiest rank send fewer copies.
+def _least_score(home: list[list[int]], ranks: list[int], target: int, copy_tokens: int) -> int:
+    """No candidate with this target has a lower score, whether it reaches the target or not.
 
-    A copy gets at most one expert's tokens, and at most the room of the emptiest rank: no rank's load ever falls below
-    the smallest of the input, since a giver keeps at least what the receiver had.
+    Each overloaded rank sends some copies and keeps the rest of its load. A copy takes at most one expert's tokens, and
+    at most the room of the emptiest rank: no rank's load ever falls below the smallest of the input, since a giver
+    keeps at least what the receiver had.
     """
-    room = target - min(ranks)
-    return max(-(-(load - target) // min(room, max(sizes))) for load, sizes in zip(ranks, home) if load > target)
+    room, least = target - min(ranks), target
+    for load, sizes in zip(ranks, home):
+        if load > target:
+            tokens = min(room, max(sizes))
+            sent, rest = divmod(load - target, tokens)
+            enough = target + copy_tokens * (sent + (rest > 0))
+            short = load - sent * tokens + copy_tokens * sent
+            least = max(least, min(load, enough, short))
+    return least
 
 
 def _run(
@@ -161,7 +169,7 @@ def _run(
         copies.append((giver * num_masters + local, receiver, move))
         sent[giver] += 1
         busiest = max(busiest, sent[giver], num_slots - free[receiver])
-        is_pair = variant.fill < 0 and move < space and free[receiver]
+        is_pair = variant.fill < 0 and space - move >= min_tokens and free[receiver]
         pair = (giver, receiver) if is_pair else None
     key = (max(max(load), target) + copy_tokens * busiest, number, len(copies), index)
     return (key, copies) if key < best else None

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from equipoise.balance.baselines import (
     EqualSplitPlanner,
@@ -47,7 +48,8 @@ def planner_maker(name: str) -> Callable[[], Planner]:
     if not file.is_file():
         raise ConfigError(f"planner {name!r}: there is no file {file.absolute()}")
     spec = importlib.util.spec_from_file_location(f"equipoise_planner_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -56,7 +58,7 @@ def planner_maker(name: str) -> Callable[[], Planner]:
     found = getattr(module, attribute, None)
     if not callable(found):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"planner {name!r}: {file} has no function {attribute!r}; it has {', '.join(names) or 'none'}")
-    if inspect.isclass(found):
-        return found
-    return lambda: found
+        raise ConfigError(
+            f"planner {name!r}: {file} has no function {attribute!r}; it has {', '.join(names) or 'none'}"
+        )
+    return cast(Callable[[], Planner], found) if inspect.isclass(found) else lambda: found

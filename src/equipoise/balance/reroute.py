@@ -17,7 +17,7 @@ def reroute(ids_TK: torch.Tensor, plan: BalancePlan) -> torch.Tensor:
     The ids must be those that this rank's row of the load matrix counted.
     """
     placement = plan.placement
-    P, E = placement.num_ranks, placement.num_experts
+    E = placement.num_experts
     device = ids_TK.device
     if device.type == "cpu" and not (placement.slot_expert >= 0).any():  # elsewhere asking would be a host sync
         return master_ids(ids_TK, placement.num_masters, placement.num_slots)

@@ -21,7 +21,10 @@ class Variant(NamedTuple):
     giver: 1 the most loaded rank gives first, -1 the least loaded of those above the target.
     receiver: "fit" the smallest sufficient room for what is to move, else the largest room; "large"; "small".
     fill: a receiver whose free slots are at most this many is filled to the target even if the giver drops below it.
-        -1 stands for all R: then the pair also stays together until the receiver is full (the alias table's rule).
+        -1 stands for all R: then the pair also stays together (the alias table's rule) while the receiver's room is at
+        least the least quota.
+
+    A run ends when no rank is above the target, or with the first giver that finds no receiver for the least quota.
     """
 
     giver: int

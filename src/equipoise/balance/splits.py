@@ -6,7 +6,8 @@ then the slots' in order of physical id. Where an interval of tokens overlaps on
 Both partitions cover the same line, so the sums are exact both ways. A rank needs its own rows and columns only:
 nothing here is larger than the load matrix (a dense split would be E * P * P).
 
-Shapes: P ranks, E logical experts, M masters and R slots per rank, J = E + P * R instances: all masters, then all slots.
+Shapes: P ranks, E logical experts, M masters and R slots per rank, L = M + R locals, J = E + P * R instances (all
+masters, then all slots).
 """
 
 import torch

@@ -15,9 +15,9 @@ def _bench() -> None:
 @bench.command(
     help=(
         "Measure a planner.\n\n"
-        "With --quality: largest over mean rank load on synthetic loads (lognormal, Zipf, one hot rank) at 8 ranks x 32, "
-        "8 x 128 and 64 x 256 experts, against a lower bound, an UltraEP-style planner and, on small loads, the optimum "
-        "(needs scipy). Writes benchmarks/results/planner.json, or planner-NAME.json for a planner of your own.\n\n"
+        "With --quality: largest over mean rank load on synthetic loads (lognormal, Zipf, one hot rank) at 8 ranks x "
+        "32, 8 x 128 and 64 x 256 experts, against a lower bound, an UltraEP-style planner and, on small loads, the "
+        "optimum (needs scipy). Writes benchmarks/results/planner.json, or planner-NAME.json for your own.\n\n"
         "Without: the time of one plan, at the same sizes and below.\n\n"
         "\b\nExamples:\n"
         "  equipoise bench plan --quality --seed 0\n"
@@ -31,6 +31,7 @@ def plan(
         str, typer.Option(help="A planner's name, or FILE.py:FUNCTION of (load_PE, settings).")
     ] = "exact_load",
     loads: Annotated[int, typer.Option(min=15, help="Loads per size.")] = 1000,
+    small_loads: Annotated[int, typer.Option(min=1, help="Small loads that are compared with the optimum.")] = 200,
 ) -> None:
     import torch
 
@@ -39,16 +40,16 @@ def plan(
     torch.set_num_threads(1)  # plans are small: threads would only wait for each other
     make_planner = planner_maker(planner)
     if quality:
-        _quality(make_planner, planner, seed, loads)
+        _quality(make_planner, planner, seed, loads, small_loads)
     else:
         _speed(make_planner, seed)
 
 
-def _quality(make_planner, name: str, seed: int, loads: int) -> None:
+def _quality(make_planner, name: str, seed: int, loads: int, small_loads: int) -> None:
     from equipoise.balance.quality import study
     from equipoise.bench.results import write_results
 
-    rows, summary = study(make_planner, name, seed, loads, say=typer.echo)
+    rows, summary = study(make_planner, name, seed, loads, small_loads, say=typer.echo)
     own = name.rpartition(":")[2]
     path = write_results("planner" if name == "exact_load" else f"planner-{own}", rows, summary, ["torch", "scipy"])
     for key, value in summary.items():

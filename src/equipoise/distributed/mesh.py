@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch.distributed.device_mesh import DeviceMesh
 
-from equipoise.config import Config
+from equipoise.config import Config, divisors
 from equipoise.distributed.world import World
 from equipoise.errors import ConfigError
 
@@ -30,10 +30,6 @@ class ParallelConfig(Config):
     """Whether FSDP frees gathered parameters between forward and backward; false is faster and needs more memory."""
     timeout_s: PositiveFloat = Field(600.0)
     """Seconds after which a collective that some rank never joined is an error that names the rank."""
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 @dataclass(frozen=True)
@@ -57,17 +53,17 @@ def derive_axes(parallel: ParallelConfig, world_size: int, num_experts: int) -> 
     if world_size % replicate:
         raise ConfigError(
             f"parallel.replicate_size is {replicate}, which does not divide the world size {world_size}: "
-            f"choose one of {_divisors(world_size)}, or start another number of processes"
+            f"choose one of {divisors(world_size)}, or start another number of processes"
         )
     shard = world_size // replicate
     if shard % ep:
         raise ConfigError(
             f"parallel.ep_size is {ep}, which does not divide {shard} ranks (world size {world_size} / "
-            f"parallel.replicate_size {replicate}): choose one of {_divisors(shard)}, or start another number of "
+            f"parallel.replicate_size {replicate}): choose one of {divisors(shard)}, or start another number of "
             "processes"
         )
     if num_experts % ep:
-        valid = [d for d in _divisors(num_experts) if shard % d == 0]
+        valid = [d for d in divisors(num_experts) if shard % d == 0]
         raise ConfigError(
             f"model.num_experts is {num_experts}, which parallel.ep_size {ep} does not divide: choose an ep_size of "
             f"{valid} for this world, or a num_experts that is a multiple of {ep}"

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from equipoise.config import Config
+from equipoise.config import Config, divisors
 from equipoise.moe.losses import BalanceScope
 from equipoise.moe.router import RouterConfig
 
@@ -85,14 +85,14 @@ class ModelConfig(Config):
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append(
                 f"num_key_value_heads is {self.num_key_value_heads}, which does not divide num_attention_heads "
-                f"{self.num_attention_heads}: choose one of {_divisors(self.num_attention_heads)}"
+                f"{self.num_attention_heads}: choose one of {divisors(self.num_attention_heads)}"
             )
         if self.head_dim % 2:
             problems.append(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
         if self.num_experts % self.n_group:
             problems.append(
                 f"n_group is {self.n_group}, which does not divide num_experts {self.num_experts}: "
-                f"choose one of {_divisors(self.num_experts)}"
+                f"choose one of {divisors(self.num_experts)}"
             )
         elif self.topk_group > self.n_group:
             problems.append(
@@ -184,7 +184,3 @@ _QWEN3_MOE_DEFAULTS: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 """Defaults of transformers' Qwen3MoeConfig where they differ from ours or matter for reading."""
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -12,7 +12,7 @@ from equipoise.data.config import DataConfig
 from equipoise.distributed.mesh import AxisSizes, ParallelConfig, derive_axes
 from equipoise.errors import ConfigError
 from equipoise.models.config import ModelConfig
-from equipoise.train.metrics import MetricsConfig
+from equipoise.train.metrics import MetricsConfig, refuse_missing_packages
 from equipoise.train.optimizer import OptimizerConfig
 
 
@@ -60,6 +60,7 @@ class TrainConfig(Config):
     def check_world(self, world_size: int) -> None:
         """Raises ConfigError when these settings cannot run on `world_size` ranks; needs no process group."""
         plan_run(self, world_size)
+        refuse_missing_packages(self.metrics)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ resumes.
 import json
 import math
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from equipoise.config import Config
 from equipoise.errors import ConfigError
@@ -44,15 +45,15 @@ class MetricsConfig(Config):
     wandb_project: str = Field(default="equipoise", min_length=1)
     """Project that the Weights & Biases run belongs to."""
 
-    @model_validator(mode="after")
-    def _packages_are_here(self) -> Self:
-        for package in ("tensorboard", "wandb"):
-            if getattr(self, package) and find_spec(package) is None:
-                raise ValueError(
-                    f"{package} is on but the package {package} is not installed. Install it with: "
-                    f"pip install 'equipoise[{package}]', or switch metrics.{package} off"
-                )
-        return self
+
+def refuse_missing_packages(config: MetricsConfig) -> None:
+    """Raises ConfigError, before a run starts, when a package that was asked for is not installed."""
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package) and package not in sys.modules and find_spec(package) is None:
+            raise ConfigError(
+                f"metrics.{package} is on but the package {package} is not installed. "
+                f"Install it with: pip install 'equipoise[{package}]', or switch metrics.{package} off."
+            )
 
 
 class _Sink(Protocol):
