@@ -173,15 +173,14 @@ def refusals(world: World, meshes: Meshes) -> dict[str, str]:
 
     def another_choice() -> None:
         """A router that chooses again in the recompute, and not the same."""
-        calls = iter([0, 1])
+        calls, kept = iter([0, 1]), []
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            balancer.route(torch.full((4, 1), next(calls)), (1, 0))
+            kept.append(balancer.route(torch.full((4, 1), next(calls)), (1, 0)))
             return (x * x).exp()
 
         checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
 
-    keep = balancer.route(torch.zeros(4, 1, dtype=torch.int64), (1, 0))
     found = {
         "name": attempt(lambda: step.attach("gate", wrong)),
         "dtype": attempt(lambda: step.attach("down", wrong)),
@@ -189,7 +188,6 @@ def refusals(world: World, meshes: Meshes) -> dict[str, str]:
         "experts": attempt(lambda: Balancer(meshes.ep_group, 7, {"up": (2, 2)}, torch.float32)),
         "planner": attempt(lambda: make_balancer(meshes.ep_group, planner="best")),
     }
-    del keep
     found["choice"] = attempt(another_choice)
     return found
 
