@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from distributed.balance_rig import D, E, INNER, make_balancer
+from distributed.balance_rig import INNER, D, E, make_balancer
 from distributed.harness import run_ranks
 from equipoise.errors import RankFailure
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from equipoise.balance import Attached, Balancer, Entered, Step
+from equipoise.dispatch.base import Exchange
 from equipoise.moe.experts import Experts
 from equipoise.moe.router import Routing
 
@@ -39,6 +40,11 @@ class BalancedExperts:
     @property
     def physical_ids_TK(self) -> torch.Tensor:
         return self.step.physical_ids_TK
+
+    @property
+    def exchange(self) -> Exchange:
+        """Rows that the plan moves: the dispatcher need not ask for them."""
+        return Exchange(*self.step.exchange)
 
     def experts(self, rows_RD: torch.Tensor, counts_M: torch.Tensor) -> torch.Tensor:
         """In place of `Experts`; rows and counts are those of the physical experts here."""

@@ -43,14 +43,14 @@ class MoELayer(nn.Module):
         x_TD = x_BSD.flatten(0, 1)
         with record_function("moe.router"):
             routing = self.gate(x_TD, None if valid_BS is None else valid_BS.flatten())
-        ids_TK, step = routing.ids_TK, None
+        ids_TK, exchange, step = routing.ids_TK, None, None
         experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self.experts
         if self.balancing is not None:
             with record_function("moe.balance"):
                 step = self.balancing.route(routing, microbatch, entered)
-                ids_TK, experts = step.physical_ids_TK, step.experts
+                ids_TK, exchange, experts = step.physical_ids_TK, step.exchange, step.experts
         with record_function("moe.dispatch"):
-            arrived = self.dispatcher.dispatch(x_TD, ids_TK, routing.weights_TK)
+            arrived = self.dispatcher.dispatch(x_TD, ids_TK, routing.weights_TK, exchange)
         with record_function("moe.experts"):
             rows_RD = experts(arrived.rows_RD, arrived.counts_M)
         with record_function("moe.combine"):
