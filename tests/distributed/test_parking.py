@@ -16,6 +16,7 @@ from distributed.rig import Rig, random_batch
 from distributed.test_backends import CPUOverMCCL
 from equipoise.accelerator import CPUAccelerator
 from equipoise.accelerator.host_memory import resident
+from equipoise.balance.config import BalanceConfig
 from equipoise.distributed import join_world, park, unpark
 from equipoise.distributed.mesh import ParallelConfig, build_meshes, derive_axes
 from equipoise.distributed.world import World
@@ -46,10 +47,10 @@ def working(found: dict[str, str]) -> list[str]:
     return [name for name, text in found.items() if text == "worked"]
 
 
-def make_rig(world: World, layout: ParallelConfig) -> Rig:
+def make_rig(world: World, layout: ParallelConfig, **options: Any) -> Rig:
     meshes = build_meshes(derive_axes(layout, world.size, EXPERTS), world)
     config = toy_model(router_aux_loss_coef=0.01, router_aux_loss_scope="global_batch")
-    return Rig(config, world, meshes, dispatcher=layout.dispatcher)
+    return Rig(config, world, meshes, dispatcher=layout.dispatcher, **options)
 
 
 def train_step(rig: Rig, world: World, index: int) -> tuple[float, float, float]:
@@ -81,16 +82,16 @@ def use_parked(rig: Rig, world: World) -> dict[str, str]:
     )
 
 
-def train_and_park(layout: ParallelConfig, cycles: int) -> dict[str, Any]:
+def train_and_park(layout: ParallelConfig, cycles: int, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"live": [], "parked": [], "alive": [], "losses": []}
     store = shared_store()
     with join_world(CPUAccelerator(), 60, store=store) as world:
-        rig = make_rig(world, layout)
+        rig = make_rig(world, layout, **options)
         found["plain losses"] = [train_step(rig, world, i) for i in range(cycles + 1)]
         expected = rig.parameters()
     del rig
     with join_world(CPUAccelerator(), 60, store=store) as world:
-        rig = make_rig(world, layout)
+        rig = make_rig(world, layout, **options)
         found["losses"].append(train_step(rig, world, 0))
         for i in range(cycles):
             found["live"].append(resources())
@@ -123,12 +124,19 @@ def test_training_with_parking_equals_training_without_bit_for_bit(parked) -> No
         assert rank["equal"]
 
 
-def test_replicas_and_the_other_dispatcher_train_on_as_well() -> None:
-    layout = ParallelConfig(ep_size=2, replicate_size=2, dispatcher="all_gather")
-    for rank in run_ranks(train_and_park, 4, layout, 2, deadline_s=120):
-        assert rank["losses"] == rank["plain losses"]
-        assert rank["equal"]
-        assert rank["alive"] == [0, 0]
+def train_in_other_ways() -> list[dict[str, Any]]:
+    """With replicas of the model and the other dispatcher; with replicas of experts."""
+    replicated = ParallelConfig(ep_size=2, replicate_size=2, dispatcher="all_gather")
+    balanced = BalanceConfig(num_redundant_experts_per_rank=2, tolerance=0.0)
+    return [train_and_park(replicated, 2), train_and_park(ParallelConfig(ep_size=2), 2, balance=balanced)]
+
+
+def test_replicas_the_other_dispatcher_and_the_balancer_train_on_as_well() -> None:
+    for found in run_ranks(train_in_other_ways, 4, deadline_s=120):
+        for way in found:
+            assert way["losses"] == way["plain losses"]
+            assert way["equal"]
+            assert way["alive"] == [0, 0]
 
 
 def test_nothing_of_the_groups_is_left_while_parked(parked) -> None:

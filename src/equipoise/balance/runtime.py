@@ -30,6 +30,7 @@ from equipoise.balance.step import Entered, Step, enter_masters
 from equipoise.balance.transport.base import GradientPull, Pending, Transport
 from equipoise.balance.transport.collective import CollectiveTransport
 from equipoise.balance.unseen import unseen
+from equipoise.distributed.collectives import Group, live_group
 from equipoise.errors import ConfigError
 
 _MAX_HELD = 1024
@@ -88,7 +89,8 @@ class Balancer:
     """Exact-load balancing for the MoE layers of one EP group, in our models or anybody's.
 
     Args:
-        ep_group: the ranks that share one set of experts; expert e is at home on rank e // M. None: one rank.
+        ep_group: the ranks that share one set of experts; expert e is at home on rank e // M. None: one rank. Give a
+            mesh of one axis if the groups of the run may be parked.
         num_experts: logical experts E of a layer; the same for all layers.
         weights: shape (N, K) of one expert's weight by name.
         dtype: dtype of the masters as they are computed with.
@@ -105,18 +107,18 @@ class Balancer:
 
     def __init__(
         self,
-        ep_group: dist.ProcessGroup | None,
+        ep_group: Group | None,
         num_experts: int,
         weights: Mapping[str, tuple[int, int]],
         dtype: torch.dtype,
         config: BalanceConfig | None = None,
-        transport_group: dist.ProcessGroup | None = None,
+        transport_group: Group | None = None,
     ) -> None:
         self.config = config or BalanceConfig()
         self.settings = planner_settings(self.config)
-        self.group, self.num_experts, self.dtype = ep_group, num_experts, dtype
-        self.num_ranks = 1 if ep_group is None else dist.get_world_size(ep_group)
-        self.rank = 0 if ep_group is None else dist.get_rank(ep_group)
+        self._group, self.num_experts, self.dtype = ep_group, num_experts, dtype
+        self.num_ranks = 1 if ep_group is None else ep_group.size()
+        self.rank = 0 if ep_group is None else dist.get_rank(live_group(ep_group))
         check_sizes(num_experts, self.num_ranks, self.settings)
         self.num_masters = experts_per_rank(num_experts, self.num_ranks)
         self.num_slots = self.settings.num_slots
@@ -217,6 +219,11 @@ class Balancer:
                 "forward are in Step.ids_TK)"
             )
         return step
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The present EP group: another one after parking, if it was given as a mesh."""
+        return None if self._group is None else live_group(self._group)
 
     def _gather(self, counts_E: torch.Tensor) -> torch.Tensor:
         if self.num_ranks == 1:

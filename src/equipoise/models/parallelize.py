@@ -145,7 +145,7 @@ def _balancing(
     from equipoise.moe.balancing import ExpertBalancing, expert_shapes
 
     shapes = expert_shapes(config.hidden_size, config.moe_intermediate_size)
-    balancer = Balancer(meshes.ep_group, config.num_experts, shapes, dtype, balance)
+    balancer = Balancer(meshes.ep, config.num_experts, shapes, dtype, balance)
     return balancer.num_physical_experts, partial(ExpertBalancing, balancer)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.balance.replicas import Masters, Replica, ReplicaBuffers
+from equipoise.distributed.collectives import Group, live_group
 from equipoise.errors import RankFailure
 
 
@@ -38,21 +39,22 @@ class PendingMessages:
 
 
 class CollectiveTransport:
-    """See the module docstring. `group` is any process group with isend and irecv, `buffers` this rank's slots."""
+    """See the module docstring. `group` is any process group with isend and irecv, or a mesh of one axis; `buffers`
+    this rank's slots."""
 
-    def __init__(self, group: dist.ProcessGroup | None, buffers: ReplicaBuffers) -> None:
-        self.group, self.buffers = group, buffers
-        self.rank = 0 if group is None else dist.get_rank(group)
-        size = 1 if group is None else dist.get_world_size(group)
-        self.global_ranks = [dist.get_global_rank(group, r) if group is not None else r for r in range(size)]
+    def __init__(self, group: Group | None, buffers: ReplicaBuffers) -> None:
+        self._group, self.buffers = group, buffers
+        self.rank = 0 if group is None else dist.get_rank(live_group(group))
+        self.global_ranks = [0] if group is None else dist.get_process_group_ranks(live_group(group))
         # A tag for each name and direction: a late gradient is never taken for a weight.
         self.tags = {name: 2 * index for index, name in enumerate(buffers.shapes)}
 
     def post(self, messages: list[tuple[bool, torch.Tensor, int]], tag: int, what: str) -> PendingMessages:
         """Starts messages (is it a send, tensor, peer in the group) together."""
         peers = [self.global_ranks[peer] for _, _, peer in messages]
+        group = None if self._group is None else live_group(self._group)
         ops = [
-            dist.P2POp(dist.isend if is_send else dist.irecv, tensor, peer, self.group, tag)
+            dist.P2POp(dist.isend if is_send else dist.irecv, tensor, peer, group, tag)
             for (is_send, tensor, _), peer in zip(messages, peers)
         ]
         return PendingMessages(ops, peers, what)
