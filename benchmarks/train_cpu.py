@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from results_file import write_results
+from equipoise.bench.results import write_results
 
 MODEL = {
     "vocab_size": 512,

@@ -18,6 +18,7 @@ import typer
 
 import equipoise
 from equipoise import launch
+from equipoise.bench.plan import bench
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
@@ -48,6 +49,9 @@ main = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+main.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

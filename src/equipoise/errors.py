@@ -23,3 +23,7 @@ class RankFailure(EquipoiseError, RuntimeError):  # noqa: N818 - the field says 
 
 class NonFiniteLossError(EquipoiseError, ArithmeticError):
     """The loss or the gradient norm is NaN or infinite; parameters were left as they were before the step."""
+
+
+class PlanError(EquipoiseError, ValueError):
+    """A balancing plan breaks an invariant: tokens are lost, an expert sits twice on a rank, the load grows."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distributed.harness import run_ranks
-from distributed.parity import OPTIMIZER, SEED, VOCAB, whole
+from distributed.parity import OPTIMIZER, SEED, VOCAB, relative, toy_model, whole
 from equipoise.accelerator import CPUAccelerator
 from equipoise.data import IGNORED_LABEL, Batch
 from equipoise.distributed.mesh import Meshes, ParallelConfig, build_meshes, derive_axes
@@ -95,6 +95,21 @@ class Rig:
         for layer in moe_layers(self.model):
             assert layer.gate.e_score_correction_bias is not None
             layer.gate.e_score_correction_bias[0] = 100.0
+
+
+def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float = 1e-5) -> dict:
+    """Norm-relative differences above the tolerance, by name."""
+    assert got.keys() == want.keys()
+    return {name: d for name in want if not (d := relative(got[name], want[name])) <= tolerance}
+
+
+def initial_weights(world: World, meshes: Meshes) -> dict[str, Any]:
+    """C44: what differs from one process at the start, and the experts of the first MoE layer that start equal."""
+    want = Rig(toy_model(), world, None, seed=1234).parameters()
+    got = Rig(toy_model(), world, meshes, seed=1234).parameters()
+    experts = got["model.layers.0.mlp.experts.down_proj"]
+    equal = [(a, b) for a in range(len(experts)) for b in range(a) if torch.equal(experts[a], experts[b])]
+    return {"differing": differing(got, want, 0.0), "equal": equal, "experts": len(experts)}
 
 
 def run_scenarios(scenarios: Sequence[Scenario], parallel: ParallelConfig, num_experts: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch import nn
 
 from distributed.parity import relative
-from distributed.rig import Outcomes, run_scenarios
+from distributed.rig import Outcomes, initial_weights, run_scenarios
 from equipoise.dispatch import LocalDispatcher, build_dispatcher
 from equipoise.dispatch.base import Dispatcher
 from equipoise.distributed.mesh import Meshes, ParallelConfig
@@ -108,7 +108,7 @@ def refuses_experts_that_do_not_divide(world: World, meshes: Meshes) -> str:
 
 @pytest.fixture(scope="module")
 def four() -> Outcomes:
-    scenarios = [against_dense, empty_buffers, refuses_experts_that_do_not_divide]
+    scenarios = [against_dense, empty_buffers, refuses_experts_that_do_not_divide, initial_weights]
     return Outcomes(run_scenarios, 4, scenarios, ParallelConfig(ep_size=4), E)
 
 
@@ -142,3 +142,8 @@ def test_empty_buffers_keep_shape_and_dtype_both_ways(four: Outcomes) -> None:
 
 def test_experts_that_do_not_divide_are_refused_with_both_numbers(four: Outcomes) -> None:
     assert set(four.of(refuses_experts_that_do_not_divide)) == {"6 experts cannot be split over an EP group of 4 ranks"}
+
+
+def test_experts_start_different_and_as_in_one_process_at_ep_4(four: Outcomes) -> None:
+    """C44; other EP sizes: test_training_cases.py."""
+    assert four.of(initial_weights) == [{"differing": {}, "equal": [], "experts": 8}] * 4

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distributed.parity import relative, toy_model
-from distributed.rig import Outcomes, Rig, Scenario, random_batch, run_scenarios
+from distributed.rig import Outcomes, Rig, Scenario, differing, initial_weights, random_batch, run_scenarios
 from equipoise.checkpoint.training import TrainingState, load_checkpoint, save_checkpoint
 from equipoise.distributed.gradients import clip_gradients, global_grad_norm
 from equipoise.distributed.mesh import Meshes, ParallelConfig
@@ -25,13 +25,6 @@ from equipoise.train.optimizer import OptimizerConfig
 from equipoise.train.step import moe_layers, run_model
 
 DISPATCHERS = ["all_to_all", "all_gather"]
-TOLERANCE = 1e-5
-
-
-def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> dict:
-    """Norm-relative differences above the tolerance, by name."""
-    assert got.keys() == want.keys()
-    return {name: d for name in want if not (d := relative(got[name], want[name])) <= tolerance}
 
 
 # --- Four ranks
@@ -355,15 +348,6 @@ def live_tensors(world: World, meshes: Meshes) -> dict[str, list[int]]:
     return found
 
 
-def initial_weights(world: World, meshes: Meshes) -> dict[str, Any]:
-    """C44: what differs from one process at the start, and the experts of the first MoE layer that start equal."""
-    want = Rig(toy_model(), world, None, seed=1234).parameters()
-    got = Rig(toy_model(), world, meshes, seed=1234).parameters()
-    experts = got["model.layers.0.mlp.experts.down_proj"]
-    equal = [(a, b) for a in range(len(experts)) for b in range(a) if torch.equal(experts[a], experts[b])]
-    return {"differing": differing(got, want, 0.0), "equal": equal, "experts": len(experts)}
-
-
 TWO: list[Scenario] = [
     initial_weights,
     idle_experts,
@@ -430,7 +414,5 @@ def test_no_step_leaves_tensors_behind(two: Outcomes) -> None:
 
 
 def test_experts_start_different_and_the_same_at_every_ep_size(two: Outcomes) -> None:
-    expected = {"differing": {}, "equal": [], "experts": 8}
-    assert two.of(initial_weights) == [expected] * 2
-    four_experts_ranks = Outcomes(run_scenarios, 4, [initial_weights], ParallelConfig(ep_size=4), 8)
-    assert four_experts_ranks.of(initial_weights) == [expected] * 4
+    """EP 4: test_dispatch.py."""
+    assert two.of(initial_weights) == [{"differing": {}, "equal": [], "experts": 8}] * 2

@@ -129,5 +129,5 @@ def test_cuda_itself_counts_the_same(name: str, expected: int) -> None:
                 (y_BSD.sum() + routing.aux_loss + routing.z_loss).backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        messages = [str(w.message) for w in caught if "synchronizing" in str(w.message)]
+        messages = [str(w.message) for w in caught if "called a synchronizing" in str(w.message)]
         assert len(messages) == expected, messages

@@ -19,6 +19,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("train", "serve"),
     ("integrations",),
     ("recipes",),
+    ("bench",),
     ("launch",),
     ("doctor",),
     ("cli",),

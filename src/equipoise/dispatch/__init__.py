@@ -2,23 +2,24 @@
 
 from typing import Literal
 
-import torch.distributed as dist
-
 from equipoise.dispatch.all_gather import AllGatherDispatcher
 from equipoise.dispatch.all_to_all import AllToAllDispatcher
 from equipoise.dispatch.base import Dispatched, Dispatcher
 from equipoise.dispatch.local import LocalDispatcher
+from equipoise.distributed.collectives import Group
 
 DispatcherName = Literal["auto", "local", "all_to_all", "all_gather"]
 
 
-def build_dispatcher(name: DispatcherName, num_experts: int, ep_group: dist.ProcessGroup | None) -> Dispatcher:
-    """The dispatcher called `name` over a group; `auto` is `local` for one rank, otherwise `all_to_all`.
+def build_dispatcher(name: DispatcherName, num_experts: int, ep_group: Group | None) -> Dispatcher:
+    """The dispatcher called `name` over a group or a mesh of one axis.
+
+    `auto` is `local` for one rank, otherwise `all_to_all`. Over a mesh the dispatcher goes on after parking.
 
     Raises:
         ValueError: `local` was asked for in a group of several ranks, or the experts do not divide evenly.
     """
-    num_ranks = 1 if ep_group is None else dist.get_world_size(ep_group)
+    num_ranks = 1 if ep_group is None else ep_group.size()
     if num_experts % num_ranks:
         raise ValueError(f"{num_experts} experts cannot be split over an EP group of {num_ranks} ranks")
     if name == "auto":

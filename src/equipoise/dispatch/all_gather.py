@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.dispatch.base import Dispatched
+from equipoise.distributed.collectives import Group, live_group
 from equipoise.kernels.permute import Permutation, combine, make_permutation, permute
 
 
@@ -59,10 +60,15 @@ class _Handle(NamedTuple):
 class AllGatherDispatcher:
     """See the module docstring. G = P * max T gathered tokens; ranks with fewer tokens are padded with id -1."""
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, num_experts: int, group: Group) -> None:
+        self._group = group
+        self.num_ranks, self.rank = group.size(), dist.get_rank(self.group)
         self.num_local_experts = num_experts // self.num_ranks
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The present group: another one after parking, none while parked."""
+        return live_group(self._group)
 
     def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
         num_tokens = x_TD.shape[0]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.dispatch.base import Dispatched
+from equipoise.distributed.collectives import Group, live_group
 from equipoise.kernels.permute import Permutation, combine, make_permutation, permute, reorder
 
 
@@ -54,12 +55,17 @@ def expert_major_order(counts_PM: torch.Tensor, num_rows: int) -> tuple[torch.Te
 
 
 class AllToAllDispatcher:
-    """See the module docstring. `group` is any torch process group; experts are split evenly over its ranks."""
+    """See the module docstring. `group` is any torch process group, or a mesh of one axis; experts are split evenly."""
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        self.num_experts, self.group = num_experts, group
-        self.num_ranks = dist.get_world_size(group)
+    def __init__(self, num_experts: int, group: Group) -> None:
+        self.num_experts, self._group = num_experts, group
+        self.num_ranks = group.size()
         self.num_local_experts = num_experts // self.num_ranks
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The present group: another one after parking, none while parked."""
+        return live_group(self._group)
 
     def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
         permutation = make_permutation(ids_TK, self.num_experts)

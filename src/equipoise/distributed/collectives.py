@@ -5,6 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup | DeviceMesh
+"""A process group, or a mesh of one axis that stands for its group and outlives it when groups are parked."""
+
+
+def live_group(group: Group) -> dist.ProcessGroup:
+    """The group itself, or the present group of a mesh of one axis. Raises while the mesh is parked."""
+    return group.get_group() if isinstance(group, DeviceMesh) else group
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

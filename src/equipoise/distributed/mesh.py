@@ -77,12 +77,15 @@ class Meshes:
 
     dense: axes (shard,) or, with replicas, (replicate, shard).
     experts: axes (efsdp, ep) or (replicate, efsdp, ep).
+    everyone: all ranks on one axis.
+
+    Keep a mesh and not its group: groups are others after parking.
     """
 
     sizes: AxisSizes
     dense: DeviceMesh
     experts: DeviceMesh
-    everyone: dist.ProcessGroup
+    everyone: DeviceMesh
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
@@ -104,6 +107,10 @@ class Meshes:
     @property
     def shard_group(self) -> dist.ProcessGroup:
         return self.dense.get_group("shard")
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        return self.everyone.get_group()
 
 
 def build_meshes(sizes: AxisSizes, world: World) -> Meshes:
@@ -131,4 +138,4 @@ def build_meshes(sizes: AxisSizes, world: World) -> Meshes:
         replicate = create("replicate", [list(column) for column in zip(*rows)])
         dense = mesh([replicate, shard], rows, ("replicate", "shard"))
         experts = mesh([replicate, efsdp, ep], grid, ("replicate", "efsdp", "ep"))
-    return Meshes(sizes, dense, experts, world.group)
+    return Meshes(sizes, dense, experts, everyone=mesh([world.group], [], ("everyone",)))

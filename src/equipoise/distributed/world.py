@@ -173,7 +173,7 @@ def join_world(
         store,
         place.rank,
         place.size,
-        backend=accelerator.world_backend(),
+        accelerator=accelerator,
         timeout_s=(3 if own_watchdog else 1) * timeout_s,
         operation=watch.operation,
     )

@@ -93,7 +93,7 @@ def build_parallel_model(
         layer.recompute = recompute
         mlp = layer.mlp
         if isinstance(mlp, MoELayer):
-            mlp.dispatcher = build_dispatcher(dispatcher, config.num_experts, meshes.ep_group)
+            mlp.dispatcher = build_dispatcher(dispatcher, config.num_experts, meshes.ep)
             mlp.gate.balance_group = meshes.everyone
             _keep_local_experts(mlp.experts, meshes)
         layer.to_empty(device=device)

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from equipoise.distributed.collectives import Group, live_group
+
 BalanceScope = Literal["micro_batch", "global_batch"]
 
 
@@ -24,7 +26,7 @@ def balance_loss(
     counts_E: torch.Tensor,
     valid_T: torch.Tensor | None,
     num_experts_per_tok: int,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> torch.Tensor:
     """Load-balance loss of Switch Transformers, eq. 4-6 (arXiv 2101.03961), for one layer.
 
@@ -43,7 +45,7 @@ def balance_loss(
     """
     counts = counts_E.to(torch.float32)
     if group is not None:
-        dist.all_reduce(counts, group=group)
+        dist.all_reduce(counts, group=live_group(group))
     num_tokens = counts.sum().clamp(min=1) / num_experts_per_tok
     return counts.numel() * (counts / num_tokens * _valid_mean(probs_TE, valid_T)).sum()
 

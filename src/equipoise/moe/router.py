@@ -6,11 +6,11 @@ Shapes: T tokens, D features, E experts, K experts per token.
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from equipoise.config import Config
+from equipoise.distributed.collectives import Group
 from equipoise.kernels.select_experts import select_experts
 from equipoise.moe.losses import BalanceScope, balance_loss, z_loss
 
@@ -63,7 +63,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.selection_bias else None
         self.register_buffer("e_score_correction_bias", bias)
-        self.balance_group: dist.ProcessGroup | None = None
+        self.balance_group: Group | None = None
         """Ranks over which the global-batch balance loss sums its counts; set when the model is parallelised."""
 
     def _apply(self, fn, recurse=True):

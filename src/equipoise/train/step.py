@@ -127,7 +127,7 @@ class TrainStep:
         self, sums: list[torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool
     ) -> tuple[StepResult, torch.Tensor]:
         """Sums a step's results over the ranks; returns them and the gradient norm as a device scalar."""
-        sizes, everyone = self.meshes.sizes, self.meshes.everyone
+        sizes, everyone = self.meshes.sizes, self.meshes.world_group
         group_counts_NLE = counts_NLE
         if sizes.ep > 1:
             group_counts_NLE = counts_NLE.clone()

@@ -11,16 +11,34 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+SOURCE = Path(__file__).resolve().parents[3]
+"""Root of the source checkout, when the package runs from one."""
+
+
+def results_folder() -> Path:
+    """`benchmarks/results` of the source checkout, or of the current folder when the package is installed."""
+    root = SOURCE if (SOURCE / "benchmarks").is_dir() else Path.cwd()
+    return root / "benchmarks" / "results"
 
 
 def _commit() -> str:
-    """The commit of the measured tree, marked when the tree had changes."""
-    git = ["git", "-C", str(RESULTS)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    """The commit of the measured tree, marked when the tree had changes; "unknown" outside a source checkout."""
+    git = ["git", "-C", str(SOURCE)]
     paths = ["--", ":/src", ":/benchmarks/*.py"]
-    changed = subprocess.run([*git, "status", "--porcelain", *paths], capture_output=True, text=True, check=True).stdout
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        status = [*git, "status", "--porcelain", *paths]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
     return f"{commit}+changes" if changed else commit
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    if program.stem in ("equipoise", "__main__"):
+        return shlex.join(["equipoise", *sys.argv[1:]])
+    return shlex.join(["python", os.path.relpath(program, SOURCE), *sys.argv[1:]])
 
 
 def _processor() -> str:
@@ -47,20 +65,20 @@ def write_results(
     packages: Sequence[str],
     hardware: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes `results/<name>.json`, whole or not at all, and returns its path.
+    """Writes `<name>.json` to the results folder, whole or not at all, and returns its path.
 
     `hardware` adds to the processor and the number of cores (an accelerator's name, say).
     """
     content = {
-        "command": shlex.join(["python", os.path.relpath(sys.argv[0], RESULTS.parents[1]), *sys.argv[1:]]),
+        "command": _command(),
         "commit": _commit(),
         "hardware": {"processor": _processor(), "cores": os.cpu_count(), **(hardware or {})},
         "versions": _versions(packages),
         "rows": rows,
         "summary": dict(summary),
     }
-    path = RESULTS / f"{name}.json"
-    RESULTS.mkdir(exist_ok=True)
+    path = results_folder() / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(partial, path)
