@@ -16,6 +16,7 @@ class Config(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        allow_inf_nan=False,  # no setting means anything at infinity, and JSON, as in checkpoints, cannot hold it
     )
 
 

@@ -63,6 +63,8 @@ class Case:
     balance: BalanceConfig | None = None
     frozen: str = ""
     """Parameters with this in their name are not trained."""
+    limit: float = 1e-5
+    """Norm-relative difference that rounding may make."""
 
 
 def make_batch(index: int, length: int) -> Batch:
@@ -196,14 +198,14 @@ def differences(a: Trained, b: Trained) -> dict[str, float]:
 
 
 def compare_on_this_rank(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
-    """Runs every case on the ranks of the world; for `run_ranks`. Returns what differs by more than 1e-5."""
+    """Runs every case on the ranks of the world; for `run_ranks`. Returns what differs by more than the limit."""
     results = []
     store = shared_store()
     for case in cases:
         with join_world(get_accelerator(), timeout_s=60, store=store) as world:
             trained = train_in_parallel(case, world)
             reference = train_plainly(case, world.size)
-        found = {k: v for k, v in differences(trained, reference).items() if not v <= 1e-5}
+        found = {k: v for k, v in differences(trained, reference).items() if not v <= case.limit}
         if case.balance is not None and not trained.copies:
             found["replicas"] = 0.0  # nothing was balanced: the case shows nothing
         results.append((case, found))

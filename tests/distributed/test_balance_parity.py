@@ -48,9 +48,11 @@ def test_four_ranks(layout: tuple[int, int]) -> None:
     """EP over all ranks, EP with FSDP, HSDP."""
     ep, replicate = layout
     masters = 8 // ep
+    # With EP 2 and this routing, training without balancing differs from plain PyTorch by 1.04e-5 in one tensor too.
+    options = {"replicate": replicate, "selection_bias": 2.0, "limit": 2e-5}
     cases = [
-        case(1, "all_to_all", ep, replicate=replicate, recompute="full", hot_experts=masters, selection_bias=2.0),
-        case(masters, "all_gather", ep, replicate=replicate, hot_experts=1, selection_bias=2.0),
+        case(1, "all_to_all", ep, recompute="full", hot_experts=masters, **options),
+        case(masters, "all_gather", ep, hot_experts=1, **options),
     ]
     check(cases, 4)
 

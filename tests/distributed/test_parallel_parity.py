@@ -29,6 +29,12 @@ def test_one_rank() -> None:
     check(combinations([(1, 1)], ["none", "full", "selective"], [1, 2]), 1)
 
 
+def test_one_rank_recomputes_layers_of_every_kind() -> None:
+    """With and without shared experts and dense layers: FSDP's hooks inside a layer differ, the training does not."""
+    models = [toy_model(n_shared_experts=shared, mlp_only_layers=dense) for shared in (0, 1) for dense in ((), (2,))]
+    check([Case(m, recompute=r) for m in models for r in ("full", "selective")], 1)
+
+
 # Each layout in fresh processes: DTensor caches meshes by equality, and a mesh of an earlier world has other groups.
 @pytest.mark.parametrize("layout", [(2, 1), (1, 1)], ids="ep{0[0]}-replicate{0[1]}".format)
 def test_two_ranks(layout: tuple[int, int]) -> None:

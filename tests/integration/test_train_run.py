@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 from distributed.harness import free_port
-from integration.command import PROGRAM, Command, checkpoints, losses, read_metrics, train
+from equipoise.train.resolved import hold_run_folder
+from integration.command import (
+    DEADLINE_S,
+    PROGRAM,
+    Command,
+    checkpoints,
+    clean_environment,
+    losses,
+    read_metrics,
+    train,
+    train_arguments,
+)
 from integration.conftest import Base
 
 EP2 = ("--parallel.ep-size", "2")
@@ -145,3 +156,24 @@ def test_a_misspelt_key_suggests_the_right_one_and_creates_nothing(tmp_path: Pat
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 30
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pipe_ends_the_display_and_not_the_training(base: Base) -> None:
+    """`equipoise train ... | head -1`."""
+    command = train_arguments("piped", *EP2, nproc=2)
+    with subprocess.Popen(
+        command, cwd=base.folder, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("step 1/30")
+        process.stdout.close()
+        assert process.wait(DEADLINE_S) == 0
+    assert losses(base.folder / "piped") == losses(base.run)
+    assert checkpoints(base.folder / "piped") == [30]
+
+
+def test_a_second_run_in_a_folder_is_refused_on_every_rank(base: Base) -> None:
+    with hold_run_folder(base.folder / "held"):
+        output = train(base.folder, "held", *EP2, nproc=2, exit_code=2)
+    assert output.count("held is in use by another run") == 1
+    assert not list((base.folder / "held").iterdir())

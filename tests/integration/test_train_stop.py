@@ -118,7 +118,9 @@ def test_a_used_folder_continues_unless_a_new_run_is_asked_for(base: Base) -> No
     run = copy_run(base, "used", keep=[30])
     before = (run / "metrics.jsonl").read_bytes()
     output = train(base.folder, "used", nproc=1)
-    assert "resuming after step 30" in output  # finished: nothing is trained again
+    assert "resuming after step 30" in output
+    assert "nothing to train: step 30 is done and train.steps is 30" in output
+    settings = (run / "config.toml").read_bytes()
     assert (run / "metrics.jsonl").read_bytes() == before
     output = train(base.folder, "used", "--no-resume", nproc=1, exit_code=1)
     assert "step-00000030 of an earlier run" in output
@@ -128,6 +130,7 @@ def test_a_used_folder_continues_unless_a_new_run_is_asked_for(base: Base) -> No
     assert (run / "metrics.jsonl").read_bytes() == before
     output = train(base.folder, "used", "--train.seed", "5", "--train.steps", "31", nproc=1, exit_code=1)
     assert "seed 0 (now 5)" in output
+    assert (run / "config.toml").read_bytes() == settings  # of the run that is there, not of those it refused
 
 
 @pytest.mark.slow

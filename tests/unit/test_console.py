@@ -1,6 +1,7 @@
 """What a run prints: plain lines where there is no terminal, a live line on one, nothing on other ranks."""
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,25 @@ def test_duration(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(0, "0"), (999, "999"), (1234, "1.23k"), (2.5e7, "25M"), (1e10, "10G")])
 def test_count(value: float, text: str) -> None:
     assert count(value) == text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_lost_stream_ends_the_display_and_not_the_training(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`equipoise train ... | head -1`: the reader is gone after the first line."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+        with TrainConsole(3, stream=stream) as console:
+            os.close(reader)
+            for step in (1, 2, 3):
+                console.update({"step": step, "loss": 2.0})
+            console.message("still here")
+            console.finish(3, 2.0)
+        stream.write("what Python still has to flush at its exit")
+
+
+def test_no_stdout_at_all_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)  # as with `>&-`
+    with TrainConsole(1) as console:
+        console.update({"step": 1, "loss": 2.0})
+        console.finish(1, 2.0)

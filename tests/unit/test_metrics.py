@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.errors import ConfigError
+from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.train.metrics import MetricsConfig, MetricsWriter, cut_after, refuse_missing_packages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -163,3 +163,18 @@ def test_a_missing_package_is_refused_before_the_run(option: str, monkeypatch: p
     with pytest.raises(ConfigError, match=rf"metrics\.{option} .*pip install 'equipoise\[{option}\]'"):
         refuse_missing_packages(MetricsConfig(**{option: True}))
     refuse_missing_packages(MetricsConfig())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path, MetricsConfig())
+    with pytest.raises(EquipoiseError, match=r"metrics\.jsonl: No space left.*--out"):
+        writer.write(1, {"loss": 2.0})
+    writer.close()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(EquipoiseError, match=r"cannot write .*metrics\.jsonl"):
+        MetricsWriter(tmp_path, MetricsConfig(), resumed_step=3)

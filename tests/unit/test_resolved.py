@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from toy_config import ToyConfig
 
-from equipoise.errors import ConfigError
+from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.train import resolved
 from equipoise.train.load import load_config, parse_config
-from equipoise.train.resolved import save_resolved, to_toml
+from equipoise.train.resolved import hold_run_folder, save_resolved, to_toml
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 numbers = st.floats(allow_nan=False)
@@ -86,7 +86,7 @@ def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise OSError("disk full")
 
     monkeypatch.setattr(resolved.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(EquipoiseError, match=r"disk full.*--out"):
         save_resolved(ToyConfig(label="second"), tmp_path, ["second"])
     assert (tmp_path / "config.toml").read_text() == before
 
@@ -108,3 +108,20 @@ def test_the_commit_is_that_of_the_sources_and_not_of_a_repository_around_them(
     assert resolved.source_commit() == commit
     monkeypatch.setenv("PATH", "")
     assert resolved.source_commit() is None
+
+
+def test_a_run_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    with hold_run_folder(folder):
+        with pytest.raises(ConfigError, match=r"mine is in use by another run.*--out"), hold_run_folder(folder):
+            pass
+        with hold_run_folder(tmp_path / "runs" / "other"):
+            pass
+    with hold_run_folder(folder):  # free again, and nothing is left in it
+        assert not list(folder.iterdir())
+
+
+def test_a_file_in_place_of_the_run_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file cannot be made.*--out"), hold_run_folder(tmp_path / "file"):
+        pass

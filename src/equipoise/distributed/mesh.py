@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch.distributed as dist
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 from torch.distributed.device_mesh import DeviceMesh
 
 from equipoise.config import Config, divisors
@@ -28,8 +28,8 @@ class ParallelConfig(Config):
     """How tokens reach their experts; auto is local for ep_size 1, otherwise all_to_all."""
     reshard_after_forward: bool = True
     """Whether FSDP frees gathered parameters between forward and backward; false is faster and needs more memory."""
-    timeout_s: PositiveFloat = Field(600.0)
-    """Seconds after which a collective that some rank never joined is an error that names the rank."""
+    timeout_s: float = Field(600.0, gt=0, le=604800)
+    """Seconds (a week at most) after which a collective that some rank never joined is an error that names the rank."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from equipoise.kernels.select_experts import select_experts
@@ -23,6 +24,13 @@ _COSTLY = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+# Profiler ranges that FSDP opens inside a layer differ in number between forward and recompute (its first hook of a
+# backward opens one more). torch 2.13 compares how often each operator ran and would refuse them; they compute nothing.
+checkpoint.SAC_IGNORED_OPS |= {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
 }
 
 

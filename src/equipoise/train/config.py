@@ -27,7 +27,7 @@ class LoopConfig(Config):
     """Sequences per forward on one rank; none takes the rank's whole share at once (no gradient accumulation)."""
     sequence_length: PositiveInt = 256
     """Tokens per sequence."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the initial weights and of the data order."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; master weights are FP32 either way. auto is bfloat16 on an accelerator that has it, otherwise

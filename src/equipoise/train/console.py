@@ -1,8 +1,11 @@
 """What a run shows: a live line on a terminal, else a plain line per log interval; a summary at the end."""
 
+import contextlib
+import io
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -13,19 +16,27 @@ from rich.table import Table
 from rich.text import Text
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process here; `TrainConsole` goes on without."""
+        raise BrokenPipeError
+
+
 class TrainConsole:
     """Shows progress on rank 0; on other ranks every call does nothing. A context manager around training.
+
+    When the stream is lost (a closed pipe or terminal), training goes on and nothing more is shown.
 
     total_steps: the last optimizer step of the run; first_step: steps finished before it (a resumed run's).
     stream: where to write, stdout by default; a live line is drawn only if it is a terminal.
     """
 
     def __init__(self, total_steps: int, rank: int = 0, *, first_step: int = 0, stream: TextIO | None = None) -> None:
-        self._shown = rank == 0
         self._total, self._first = total_steps, first_step
-        self._stream = stream or sys.stdout
+        self._stream = stream or sys.stdout or io.StringIO()  # Python has no stdout where it is closed from the start
+        self._shown = rank == 0
         self._live = self._shown and self._stream.isatty()
-        self._console = Console(file=self._stream, highlight=False, soft_wrap=not self._live)
+        self._console = _Console(file=self._stream, highlight=False, soft_wrap=not self._live)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._started = time.monotonic()
@@ -45,7 +56,8 @@ class TrainConsole:
                 refresh_per_second=4,
             )
             self._task = self._progress.add_task("train", total=self._total, completed=self._first, line="")
-            self._progress.start()
+            with self._until_lost():
+                self._progress.start()
         return self
 
     def __exit__(
@@ -64,12 +76,12 @@ class TrainConsole:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, line=line)
         else:
-            self._write(f"step {step}/{self._total}  {line}")
+            self._print(f"step {step}/{self._total}  {line}")
 
     def message(self, text: str) -> None:
         """A line of text, above the live line where there is one."""
         if self._shown:
-            self._write(text)
+            self._print(text)
 
     def finish(
         self,
@@ -95,14 +107,14 @@ class TrainConsole:
             rows.append(("eval loss", f"{eval_loss:.4f}"))
         rows += [(what, str(path)) for what, path in (files or {}).items()]
         if not self._live:
-            self._write(f"training {ended}")
+            self._print(f"training {ended}")
             for name, value in rows:
-                self._write(f"  {name}: {value}")
+                self._print(f"  {name}: {value}")
             return
         table = Table(show_header=False, box=None, title=f"training {ended}", title_justify="left")
         for name, value in rows:
             table.add_row(name, Text(value, overflow="fold"))
-        self._console.print(table)
+        self._print(table)
 
     def _remaining_s(self, step: int) -> float | None:
         done = step - self._first
@@ -110,14 +122,29 @@ class TrainConsole:
             return None
         return (time.monotonic() - self._started) / done * (self._total - step)
 
-    def _write(self, text: str) -> None:
-        self._console.print(text, markup=False)
-        self._stream.flush()
+    def _print(self, what: str | Table) -> None:
+        if not self._shown:
+            return
+        with self._until_lost():
+            self._console.print(what, markup=False)
+            self._stream.flush()
 
     def _stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            with self._until_lost():
+                progress.stop()
+
+    @contextlib.contextmanager
+    def _until_lost(self) -> Iterator[None]:
+        """Show nothing more once the stream refuses to be written."""
+        try:
+            yield
+        except OSError:
+            self._shown = False
+            # What is still buffered goes nowhere; else Python would try again at exit, and fail.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+                os.dup2(nothing.fileno(), self._stream.fileno())
 
 
 def describe(record: Mapping[str, Any], eval_loss: float | None, remaining_s: float | None) -> str:

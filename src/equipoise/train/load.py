@@ -155,6 +155,8 @@ def _translate(error: ValidationError, values: _Values) -> Iterator[Problem]:
         if item["type"] == "missing" and key.count(".") + 1 == len(item["loc"]):
             expected = schema.settings[key].expected if key in schema.settings else "a section"
             yield Problem(key, f"missing; expected {expected}; set it in the recipe or with --{key}")
+        elif item["type"] == "finite_number":
+            yield Problem(key, f"expected {schema.settings[key].expected}, not infinite or NaN", given, origin)
         elif key in schema.settings and not own_message:
             yield Problem(key, f"expected {schema.settings[key].expected}", given, origin)
         elif key in schema.settings:

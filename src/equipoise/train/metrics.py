@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -18,6 +19,7 @@ from pydantic import Field
 
 from equipoise.config import Config
 from equipoise.errors import ConfigError
+from equipoise.train.resolved import writing
 
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_NAME = "metrics.previous.jsonl"
@@ -83,16 +85,17 @@ class MetricsWriter:
         self._config = config
         self._last_step = -1
         self._sinks: list[_Sink] = []
-        if config.tensorboard:
-            self._sinks.append(_TensorBoard(directory, resumed_step))
-        if config.wandb:
-            self._sinks.append(_WeightsAndBiases(directory, config.wandb_project, run_config or {}))
-        directory.mkdir(parents=True, exist_ok=True)
-        if resumed_step > 0:
-            self._last_step = cut_after(self.path, resumed_step)
-        elif self.path.exists() and self.path.stat().st_size > 0:
-            os.replace(self.path, directory / PREVIOUS_NAME)
-        self._file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - closed by close()
+        with writing(self.path):
+            if config.tensorboard:
+                self._sinks.append(_TensorBoard(directory, resumed_step))
+            if config.wandb:
+                self._sinks.append(_WeightsAndBiases(directory, config.wandb_project, run_config or {}))
+            directory.mkdir(parents=True, exist_ok=True)
+            if resumed_step > 0:
+                self._last_step = cut_after(self.path, resumed_step)
+            elif self.path.exists() and self.path.stat().st_size > 0:
+                os.replace(self.path, directory / PREVIOUS_NAME)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     @property
     def position(self) -> int:
@@ -116,7 +119,8 @@ class MetricsWriter:
         record = {"step": step, **{name: _finite(value, name, nonfinite) for name, value in plain.items()}}
         if nonfinite:
             record[NONFINITE] = nonfinite
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        with writing(self.path):
+            _write_whole(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
         self._last_step = step
         if self._sinks:
             scalars = dict(_scalars("", plain))
@@ -138,6 +142,12 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _write_whole(file: FileIO, data: bytes) -> None:
+    """Unbuffered, so that what a full disk refused is not tried again when the file is closed."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def cut_after(path: Path, step: int) -> int:

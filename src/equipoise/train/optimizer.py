@@ -1,12 +1,15 @@
 """AdamW with warm-up and cosine decay."""
 
 import math
+from typing import Annotated
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import nn
 
 from equipoise.config import Config
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Config):
@@ -18,7 +21,7 @@ class OptimizerConfig(Config):
     """Learning rate at the last step, as a share of the peak."""
     warmup_steps: int = Field(20, ge=0)
     """Steps of linear warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""

@@ -1,12 +1,13 @@
 """What a run folder says about how the run was started: `config.toml` and `run.json`."""
 
+import contextlib
 import json
 import os
 import platform
 import shlex
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,9 +17,14 @@ import tomli_w
 from pydantic import BaseModel
 
 import equipoise
-from equipoise.errors import ConfigError
+from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.train.schema import Schema, read_schema, spell
 from equipoise.train.values import parse_value
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
 
 CONFIG_FILE = "config.toml"
 RUN_FILE = "run.json"
@@ -74,15 +80,50 @@ def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequ
     Each file is written beside its place and renamed, so that a reader never sees half of one.
     """
     folder = Path(run_dir)
+    _make_folder(folder)
+    header = _HEADER.format(file=shlex.quote(str(folder / CONFIG_FILE)))
+    resolved, described = header + to_toml(config), json.dumps(describe_run(argv), indent=2) + "\n"
+    with writing(folder):
+        write_replacing(folder / CONFIG_FILE, resolved)
+        write_replacing(folder / RUN_FILE, described)
+
+
+@contextlib.contextmanager
+def hold_run_folder(folder: Path) -> Iterator[None]:
+    """Keeps `folder`, which it makes, for this run while entered; on one rank only.
+
+    Two runs in one folder would overwrite each other's checkpoints and mix their metrics. The system drops the lock
+    however the process ends. Where the file system has no locks (some network ones) nothing is kept.
+
+    Raises:
+        ConfigError: another run on this machine is using the folder, or it cannot be made.
+    """
+    _make_folder(folder)
+    handle = os.open(folder, os.O_RDONLY) if fcntl is not None else None
+    try:
+        if handle is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"the run folder {folder} is in use by another run, which has not ended (see its {RUN_FILE}); "
+                    "choose another with --out DIR"
+                ) from None
+            except OSError:
+                pass
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be made: {error.strerror or error}; choose another with --out DIR"
         ) from error
-    header = _HEADER.format(file=shlex.quote(str(folder / CONFIG_FILE)))
-    write_replacing(folder / CONFIG_FILE, header + to_toml(config))
-    write_replacing(folder / RUN_FILE, json.dumps(describe_run(argv), indent=2) + "\n")
 
 
 def describe_run(argv: Sequence[str]) -> dict[str, Any]:
@@ -124,6 +165,18 @@ def source_commit() -> str | None:
         except (OSError, subprocess.SubprocessError):
             return None
     return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names `path` and what to do when the system refuses to write there: full, read-only, gone."""
+    try:
+        yield
+    except OSError as error:
+        raise EquipoiseError(
+            f"cannot write {path}: {error.strerror or error}; check space and permissions, or choose another run "
+            "folder with --out DIR"
+        ) from error
 
 
 def write_replacing(path: Path, text: str) -> None:

@@ -1,15 +1,16 @@
 """A whole training run in this process, which is one rank of the world that its launcher describes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from equipoise.accelerator import get_accelerator
 from equipoise.data import build_dataset
 from equipoise.distributed.agree import raise_together
-from equipoise.distributed.world import join_world
+from equipoise.distributed.world import World, join_world
 from equipoise.train.config import TrainConfig
 from equipoise.train.log import configure_logging
-from equipoise.train.resolved import save_resolved
+from equipoise.train.resolved import hold_run_folder, save_resolved
 from equipoise.train.stop import StopSignals
 from equipoise.train.trainer import Trainer
 
@@ -26,12 +27,25 @@ def run_training(config: TrainConfig, out: Path, argv: Sequence[str], resume: bo
     configure_logging()
     loop = config.train
     datasets = build_dataset(config.data, loop.sequence_length, vocab_size=config.model.vocab_size, seed=loop.seed)
-    with StopSignals() as stop, join_world(get_accelerator(), config.parallel.timeout_s) as world:
-        error: Exception | None = None
-        if world.rank == 0:
-            try:
-                save_resolved(config, out, argv)
-            except Exception as e:
-                error = e
-        raise_together(error, world)
-        Trainer(config, world, datasets, out, stop, resume).run()
+    with (
+        StopSignals() as stop,
+        join_world(get_accelerator(), config.parallel.timeout_s) as world,
+        ExitStack() as held,
+    ):
+        on_rank_0(world, lambda: held.enter_context(hold_run_folder(out)))
+        trainer = Trainer(config, world, datasets, out, stop)
+        trainer.restore(resume)
+        # Only now: a run that the checkpoints refuse leaves the settings of the run that wrote them.
+        on_rank_0(world, lambda: save_resolved(config, out, argv))
+        trainer.run()
+
+
+def on_rank_0(world: World, action: Callable[[], object]) -> None:
+    """Does something on rank 0 alone; its error is raised on every rank. Collective."""
+    error: Exception | None = None
+    if world.rank == 0:
+        try:
+            action()
+        except Exception as e:
+            error = e
+    raise_together(error, world)

@@ -50,10 +50,9 @@ class Trainer:
         datasets: Datasets,
         run_dir: Path,
         stop: StopSignals,
-        resume: bool,
     ) -> None:
         self.config, self.world, self.datasets, self.run_dir = config, world, datasets, run_dir
-        self.stop, self.resume = stop, resume
+        self.stop = stop
         loop = config.train
         self.plan = plan_run(config, world.size)
         self.dtype = compute_dtype(config, world)
@@ -104,13 +103,14 @@ class Trainer:
         Raises:
             NonFiniteLossError: on every rank, with the state before the bad step saved.
         """
-        self._resume()
         recorder = StepRecorder(self.config, self.plan, self.world, self.dtype)
         if self.resumed_from is not None:
             logger.info("resuming after step %d from %s", self.step, self.resumed_from)
         for line in recorder.describe(self.model):
             logger.info(line)
         loop = self.config.train
+        if self.step >= loop.steps:
+            logger.warning("nothing to train: step %d is done and train.steps is %d; raise it", self.step, loop.steps)
         with ExitStack() as stack:
             stack.callback(self.loader.close)
             writer = stack.enter_context(self._metrics_writer())
@@ -250,9 +250,14 @@ class Trainer:
             return latest
         return save_checkpoint(directory, self._state(loader_state), self.world, self.config.checkpoint.keep_last)
 
-    def _resume(self) -> None:
+    def restore(self, resume: bool) -> None:
+        """Takes up the newest complete checkpoint of the run folder, if there is one; without `resume` refuses it.
+
+        Raises:
+            CheckpointError, DataError: on every rank, if it is there against the wish, or of another model or data.
+        """
         directory = self.run_dir / CHECKPOINTS
-        if not self.resume:
+        if not resume:
             refuse_existing(directory, self.world)
             return
         self.resumed_from = find_latest(directory, self.world)
