@@ -82,9 +82,8 @@ def use_parked(rig: Rig, world: World) -> dict[str, str]:
     )
 
 
-def train_and_park(layout: ParallelConfig, cycles: int, **options: Any) -> dict[str, Any]:
+def train_and_park(store: dist.Store, layout: ParallelConfig, cycles: int, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"live": [], "parked": [], "alive": [], "losses": []}
-    store = shared_store()
     with join_world(CPUAccelerator(), 60, store=store) as world:
         rig = make_rig(world, layout, **options)
         found["plain losses"] = [train_step(rig, world, i) for i in range(cycles + 1)]
@@ -113,9 +112,13 @@ def train_and_park(layout: ParallelConfig, cycles: int, **options: Any) -> dict[
     return found
 
 
+def train_and_park_often() -> dict[str, Any]:
+    return train_and_park(shared_store(), ParallelConfig(ep_size=2), CYCLES)
+
+
 @pytest.fixture(scope="module")
 def parked() -> list[dict[str, Any]]:
-    return run_ranks(train_and_park, 4, ParallelConfig(ep_size=2), CYCLES, deadline_s=120)
+    return run_ranks(train_and_park_often, 4, deadline_s=120)
 
 
 def test_training_with_parking_equals_training_without_bit_for_bit(parked) -> None:
@@ -128,7 +131,8 @@ def train_in_other_ways() -> list[dict[str, Any]]:
     """With replicas of the model and the other dispatcher; with replicas of experts."""
     replicated = ParallelConfig(ep_size=2, replicate_size=2, dispatcher="all_gather")
     balanced = BalanceConfig(num_redundant_experts_per_rank=2, tolerance=0.0)
-    return [train_and_park(replicated, 2), train_and_park(ParallelConfig(ep_size=2), 2, balance=balanced)]
+    store = shared_store()
+    return [train_and_park(store, replicated, 2), train_and_park(store, ParallelConfig(ep_size=2), 2, balance=balanced)]
 
 
 def test_replicas_the_other_dispatcher_and_the_balancer_train_on_as_well() -> None:
