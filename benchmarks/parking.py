@@ -1,9 +1,9 @@
 """What parking all process groups gives back, and what it costs: memory, files, threads, seconds.
 
-Every process trains a step, parks, unparks, and so on. Before each measurement garbage is collected and the allocators of
-host and device give back what they only keep, so that freed memory is the communicators'. The same steps without parking come first: their losses must
-be equal to the bit. With accelerators (one for each process) memory is the device's as the driver counts it; otherwise
-it is the resident memory of the process.
+Every process trains a step, parks, unparks, and so on. Before each measurement garbage is collected and the allocators
+of host and device give back what they only keep, so that freed memory is the communicators'. The same steps without
+parking come first: their losses must be equal to the bit. With accelerators (one for each process) memory is the
+device's as the driver counts it; otherwise it is the resident memory of the process.
 
 Run: python benchmarks/parking.py --name parking-cpu --processes 4   (writes benchmarks/results/parking-cpu.json)
 """
