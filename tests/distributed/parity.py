@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.accelerator import get_accelerator
+from equipoise.balance_config import BalanceConfig
 from equipoise.data import Batch
 from equipoise.distributed.mesh import ParallelConfig, build_meshes, derive_axes
 from equipoise.distributed.world import World, join_world
@@ -15,8 +16,9 @@ from equipoise.models.config import ModelConfig
 from equipoise.models.initialize import initialize_model
 from equipoise.models.model import IGNORED_LABEL, MoEForCausalLM
 from equipoise.models.parallelize import build_parallel_model
+from equipoise.moe.bias import update_selection_bias
 from equipoise.train.optimizer import OptimizerConfig, build_optimizer
-from equipoise.train.step import TrainStep
+from equipoise.train.step import TrainStep, moe_layers
 from equipoise.train.timing import PhaseTimer
 
 VOCAB = 61
@@ -56,7 +58,13 @@ class Case:
     accumulate: int = 2
     lengths: tuple[int, ...] = (9, 12, 7, 11)
     selection_bias: float = 0.0
-    """Bias of expert 0: a large one sends every token there."""
+    """Bias of the hot experts: a large one sends every token there."""
+    hot_experts: int = 1
+    balance: BalanceConfig | None = None
+    frozen: str = ""
+    """Parameters with this in their name are not trained."""
+    limit: float = 1e-5
+    """Norm-relative difference that rounding may make."""
 
 
 def make_batch(index: int, length: int) -> Batch:
@@ -77,32 +85,43 @@ class Trained:
     norms: list[float]
     gradients: list[dict[str, torch.Tensor]]
     parameters: dict[str, torch.Tensor]
+    copies: float = 0.0
+    """Replicas of all steps, where balancing is on."""
 
 
-def set_bias(model: MoEForCausalLM, value: float) -> None:
+def prepare(model: MoEForCausalLM, case: Case) -> None:
+    """Biases the hot experts and freezes what the case wants frozen."""
     for module in model.modules():
         bias = getattr(module, "e_score_correction_bias", None)
         if bias is not None:
-            bias[0] = value
+            bias[: case.hot_experts] = case.selection_bias
+    for name, parameter in model.named_parameters():
+        if case.frozen and case.frozen in name:
+            parameter.requires_grad_(False)
 
 
 def train_plainly(case: Case, world_size: int, steps: int = 3) -> Trained:
     """The reference: one process, whole model, no FSDP, no dispatcher, torch's own clipping."""
     model = MoEForCausalLM(case.model)
     initialize_model(model, SEED)
-    set_bias(model, case.selection_bias)
+    prepare(model, case)
     optimizer = build_optimizer(model, OPTIMIZER)
     losses, norms, gradients = [], [], []
     per_step = world_size * case.accumulate
     for step in range(steps):
         batches = [make_batch(step * per_step + i, case.lengths[i % len(case.lengths)]) for i in range(per_step)]
         total = sum(b.num_valid_tokens for b in batches)
-        loss = sum(model(b.input_ids, b.labels).loss_sum for b in batches) / total
+        outputs = [model(b.input_ids, b.labels) for b in batches]
+        loss = sum(output.loss_sum for output in outputs) / total
         loss.backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)))
         optimizer.step()
         optimizer.zero_grad()
+        for layer, routings in zip(moe_layers(model), zip(*(output.routings for output in outputs))):
+            if layer.gate.e_score_correction_bias is not None:
+                counts_E = sum(routing.counts_E for routing in routings)
+                update_selection_bias(layer.gate.e_score_correction_bias, counts_E, case.model.bias_update_speed)
         losses.append(float(loss.detach()))
     return Trained(losses, norms, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
 
@@ -116,13 +135,19 @@ def train_in_parallel(case: Case, world: World, steps: int = 3) -> Trained:
     parallel = ParallelConfig(ep_size=case.ep, replicate_size=case.replicate)
     meshes = build_meshes(derive_axes(parallel, world.size, case.model.num_experts), world)
     model = build_parallel_model(
-        case.model, meshes, world.device, SEED, dispatcher=case.dispatcher, recompute=case.recompute
+        case.model,
+        meshes,
+        world.device,
+        SEED,
+        dispatcher=case.dispatcher,
+        recompute=case.recompute,
+        balance=case.balance,
     )
-    set_bias(model, case.selection_bias)
+    prepare(model, case)
     optimizer = build_optimizer(model, OPTIMIZER)
     timer = PhaseTimer(world.accelerator)
     runner = TrainStep(model, optimizer, meshes, world.device, timer, OPTIMIZER.max_grad_norm)
-    losses, norms, gradients = [], [], []
+    losses, norms, gradients, copies = [], [], [], 0.0
     per_step = world.size * case.accumulate
     for step in range(steps):
         timer.start_step()
@@ -131,12 +156,14 @@ def train_in_parallel(case: Case, world: World, steps: int = 3) -> Trained:
         total = sum(b.num_valid_tokens for b in batches)
         mine = batches[world.rank * case.accumulate : (world.rank + 1) * case.accumulate]
         sums, counts = runner.forward_backward(mine, total)
-        gradients.append({n: whole(p.grad).clone() for n, p in model.named_parameters()})
+        gradients.append({n: whole(p.grad).clone() for n, p in model.named_parameters() if p.requires_grad})
         result, norm = runner.reduce(sums, counts, total, stop=False)
         runner.update(result, norm, OPTIMIZER.lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    return Trained(losses, norms, gradients, {n: whole(p.detach()).clone() for n, p in model.named_parameters()})
+        copies += result.balance.copies if result.balance is not None else 0
+    parameters = {n: whole(p.detach()).clone() for n, p in model.named_parameters()}
+    return Trained(losses, norms, gradients, parameters, copies)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -151,7 +178,7 @@ def noise_only(reference: Trained) -> set[str]:
     With sequences of one token the softmax of attention has one term and passes nothing to queries and keys.
     """
     noise = set()
-    for name in reference.parameters:
+    for name in reference.gradients[0]:
         shares = [float(g[name].norm()) / norm for g, norm in zip(reference.gradients, reference.norms)]
         if max(shares) < 1e-6:
             noise.add(name)
@@ -171,15 +198,17 @@ def differences(a: Trained, b: Trained) -> dict[str, float]:
 
 
 def compare_on_this_rank(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
-    """Runs every case on the ranks of the world; for `run_ranks`. Returns what differs by more than 1e-5."""
+    """Runs every case on the ranks of the world; for `run_ranks`. Returns what differs by more than the limit."""
     results = []
     store = shared_store()
     for case in cases:
         with join_world(get_accelerator(), timeout_s=60, store=store) as world:
             trained = train_in_parallel(case, world)
             reference = train_plainly(case, world.size)
-        found = differences(trained, reference)
-        results.append((case, {k: v for k, v in found.items() if not v <= 1e-5}))
+        found = {k: v for k, v in differences(trained, reference).items() if not v <= case.limit}
+        if case.balance is not None and not trained.copies:
+            found["replicas"] = 0.0  # nothing was balanced: the case shows nothing
+        results.append((case, found))
     return results
 
 

@@ -9,6 +9,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "equipoise"
 # Lower layers first. Packages in one tuple are neighbours and may not import each other.
 LAYERS: list[tuple[str, ...]] = [
     ("config", "errors"),
+    ("balance_config",),
     ("accelerator",),
     ("distributed", "kernels"),
     ("balance", "dispatch"),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from equipoise.dispatch.base import Dispatched
+from equipoise.dispatch.base import Dispatched, Exchange
 from equipoise.distributed.collectives import Group, live_group
 from equipoise.kernels.permute import Permutation, combine, make_permutation, permute
 
@@ -70,7 +70,9 @@ class AllGatherDispatcher:
         """The present group: another one after parking, none while parked."""
         return live_group(self._group)
 
-    def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
+    def dispatch(
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None
+    ) -> Dispatched:
         num_tokens = x_TD.shape[0]
         largest = torch.full((1,), num_tokens, device=x_TD.device)  # filled there: a copy would be a host sync
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)

@@ -5,7 +5,7 @@ per rank (expert e lives on rank e // M), R rows received by this rank.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +24,17 @@ class Dispatched:
     handle: Any
 
 
+class Exchange(NamedTuple):
+    """How many rows move, known on the host before the dispatch (from a balancing plan): it saves asking the peers.
+
+    send_PM: integers on the CPU, rows from this rank to each expert of each rank. receive_PM: rows from each rank to
+    each expert of this one.
+    """
+
+    send_PM: torch.Tensor
+    receive_PM: torch.Tensor
+
+
 class Dispatcher(Protocol):
     """Moves tokens between ranks. Holds no state of a microbatch, so any number can be in flight.
 
@@ -33,8 +44,13 @@ class Dispatcher(Protocol):
 
     num_local_experts: int
 
-    def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
-        """Sends each token to the experts of its ids (int32 or int64); differentiable in x and weights."""
+    def dispatch(
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None
+    ) -> Dispatched:
+        """Sends each token to the experts of its ids (int32 or int64); differentiable in x and weights.
+
+        `exchange` has to agree with the ids on every rank; dispatchers that do not need it leave it alone.
+        """
         ...
 
     def combine(self, rows_RD: torch.Tensor, handle: Any) -> torch.Tensor:

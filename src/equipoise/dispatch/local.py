@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from equipoise.dispatch.base import Dispatched
+from equipoise.dispatch.base import Dispatched, Exchange
 from equipoise.kernels.permute import Permutation, combine, make_permutation, permute
 
 
@@ -19,7 +19,9 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_local_experts = num_experts
 
-    def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
+    def dispatch(
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None
+    ) -> Dispatched:
         permutation = make_permutation(ids_TK, self.num_local_experts)
         rows = permute(x_TD, permutation)
         return Dispatched(rows, permutation.counts_E, _Handle(permutation, weights_TK))

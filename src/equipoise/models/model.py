@@ -86,25 +86,29 @@ class DecoderLayer(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor],
         mask: AttentionMask,
         valid_BS: torch.Tensor | None,
+        microbatch: int = 0,
     ) -> tuple[torch.Tensor, Routing | None]:
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._run(x_BSD, rotary, mask, valid_BS)
+            return self._run(x_BSD, rotary, mask, valid_BS, microbatch)
         return checkpoint(
             self._run,
             x_BSD,
             rotary,
             mask,
             valid_BS,
+            microbatch,
             use_reentrant=False,
             preserve_rng_state=False,  # nothing here draws random numbers
             context_fn=recompute_context(self.recompute),
         )
 
-    def _run(self, x_BSD, rotary, mask, valid_BS) -> tuple[torch.Tensor, Routing | None]:
+    def _run(self, x_BSD, rotary, mask, valid_BS, microbatch: int) -> tuple[torch.Tensor, Routing | None]:
+        balancing = self.mlp.balancing if isinstance(self.mlp, MoELayer) else None
+        entered = None if balancing is None else balancing.enter()  # before attention: its backward is then the last
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, mask)
         normed = self.post_attention_layernorm(x_BSD)
         if self.is_moe:
-            y_BSD, routing = self.mlp(normed, valid_BS)
+            y_BSD, routing = self.mlp(normed, valid_BS, microbatch, entered)
             return x_BSD + y_BSD, routing
         return x_BSD + self.mlp(normed), None
 
@@ -125,6 +129,7 @@ class Decoder(nn.Module):
         position_ids_BS: torch.Tensor | None,
         document_ids_BS: torch.Tensor | None,
         valid_BS: torch.Tensor | None,
+        microbatch: int = 0,
     ) -> tuple[torch.Tensor, list[Routing]]:
         x_BSD = self.embed_tokens(input_ids_BS)
         if position_ids_BS is None:
@@ -133,7 +138,7 @@ class Decoder(nn.Module):
         mask = document_mask(document_ids_BS)
         routings = []
         for layer in self.layers:
-            x_BSD, routing = layer(x_BSD, rotary, mask, valid_BS)
+            x_BSD, routing = layer(x_BSD, rotary, mask, valid_BS, microbatch)
             if routing is not None:
                 routings.append(routing)
         return self.norm(x_BSD), routings
@@ -179,6 +184,7 @@ class MoEForCausalLM(nn.Module):
         position_ids_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
         valid_BS: torch.Tensor | None = None,
+        microbatch: int = 0,
     ) -> ModelOutput:
         """Runs the model.
 
@@ -188,8 +194,9 @@ class MoEForCausalLM(nn.Module):
             position_ids_BS: int64 rotary positions; None counts from 0 in each sequence.
             document_ids_BS: integers that differ between packed documents; None for plain causal attention.
             valid_BS: bool, False for padding tokens, which no expert sees and no statistic counts; None means all.
+            microbatch: number that tells this forward from others whose backward is still to come.
         """
-        hidden_BSD, routings = self.model(input_ids_BS, position_ids_BS, document_ids_BS, valid_BS)
+        hidden_BSD, routings = self.model(input_ids_BS, position_ids_BS, document_ids_BS, valid_BS, microbatch)
         if labels_BS is None:
             return ModelOutput(None, self.lm_head(hidden_BSD), routings)
         return ModelOutput(self.lm_head(hidden_BSD, labels_BS), None, routings)

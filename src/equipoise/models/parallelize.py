@@ -8,12 +8,15 @@ Scale: the trainer divides the loss by the number of valid tokens over all ranks
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from equipoise.balance_config import BalanceConfig
 from equipoise.dispatch import DispatcherName, build_dispatcher
 from equipoise.distributed.mesh import Meshes
 from equipoise.kernels.grouped_linear import choose_grouped_linear
@@ -23,6 +26,9 @@ from equipoise.models.model import DecoderLayer, ExpertKernel, MoEForCausalLM
 from equipoise.models.recompute import Recompute
 from equipoise.moe.experts import Experts
 from equipoise.moe.layer import MoELayer
+
+if TYPE_CHECKING:
+    from equipoise.moe.balancing import ExpertBalancing
 
 
 def _keep_local_experts(experts: Experts, meshes: Meshes) -> None:
@@ -59,14 +65,16 @@ def build_parallel_model(
     recompute: Recompute = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
+    balance: BalanceConfig | None = None,
 ) -> MoEForCausalLM:
     """A model with FP32 master weights sharded over the meshes and initialised from `seed`.
 
     Layers are materialised, initialised and sharded one at a time, so the peak is the sharded model plus one layer.
     Parameters are computed in `compute_dtype`; gradients are reduced in FP32. Collective over the world.
+    `balance` evens out the load of the ranks of each EP group; None imports nothing of it.
 
     Raises:
-        ConfigError: the expert kernel asked for does not run here.
+        ConfigError: the expert kernel asked for does not run here, or balancing cannot serve this model.
     """
     choose_grouped_linear(device, compute_dtype, expert_kernel)  # probed before any layer needs it
     with torch.device("meta"):
@@ -88,13 +96,19 @@ def build_parallel_model(
     num_local_experts = config.num_experts // sizes.ep
     first_expert = meshes.ep.get_local_rank() * num_local_experts
     placement = _expert_shard_placement(num_local_experts, sizes.efsdp)
+    num_physical_experts = config.num_experts
+    balance_experts: Callable[[int, Experts], ExpertBalancing] | None = None
+    if balance is not None:
+        num_physical_experts, balance_experts = _balancing(config, meshes, compute_dtype, balance)
     for index, layer in enumerate(model.model.layers):
         assert isinstance(layer, DecoderLayer)
         layer.recompute = recompute
         mlp = layer.mlp
         if isinstance(mlp, MoELayer):
-            mlp.dispatcher = build_dispatcher(dispatcher, config.num_experts, meshes.ep)
+            mlp.dispatcher = build_dispatcher(dispatcher, num_physical_experts, meshes.ep)
             mlp.gate.balance_group = meshes.everyone
+            if balance_experts is not None:
+                mlp.balancing = balance_experts(index, mlp.experts)
             _keep_local_experts(mlp.experts, meshes)
         layer.to_empty(device=device)
         initialize_module(layer, f"model.layers.{index}.", std, seed, first_expert)
@@ -121,6 +135,18 @@ def build_parallel_model(
         shard([model.model.norm, model.lm_head], meshes.dense, reshard=False)
     shard(model, meshes.dense, reshard=False)
     return model
+
+
+def _balancing(
+    config: ModelConfig, meshes: Meshes, dtype: torch.dtype, balance: BalanceConfig
+) -> tuple[int, "Callable[[int, Experts], ExpertBalancing]"]:
+    """The number of physical experts, and what joins a layer to the one balancer of this rank's EP group."""
+    from equipoise.balance import Balancer
+    from equipoise.moe.balancing import ExpertBalancing, expert_shapes
+
+    shapes = expert_shapes(config.hidden_size, config.moe_intermediate_size)
+    balancer = Balancer(meshes.ep_group, config.num_experts, shapes, dtype, balance)
+    return balancer.num_physical_experts, partial(ExpertBalancing, balancer)
 
 
 def compile_layer(layer: DecoderLayer) -> None:

@@ -13,6 +13,7 @@ from equipoise.config import Config
 from equipoise.distributed.collectives import Group
 from equipoise.kernels.select_experts import select_experts
 from equipoise.moe.losses import BalanceScope, balance_loss, z_loss
+from equipoise.moe.synthetic import SyntheticRouting
 
 
 class RouterConfig(Config):
@@ -65,6 +66,8 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
         self.balance_group: Group | None = None
         """Ranks over which the global-batch balance loss sums its counts; set when the model is parallelised."""
+        self.synthetic: SyntheticRouting | None = None
+        """For measurements only: replaces the router's choice of experts."""
 
     def _apply(self, fn, recurse=True):
         """Moves the bias with the module (`.to(device)`, `.cuda()`, ...) but keeps its dtype and its values."""
@@ -84,14 +87,13 @@ class Router(nn.Module):
         else:
             scores_TE = logits_TE.sigmoid()
             probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-        ids_TK, counts_E = select_experts(
-            scores_TE.detach(),
-            self.e_score_correction_bias,
-            valid_T,
-            config.num_experts_per_tok,
-            config.n_group,
-            config.topk_group,
-        )
+        choice_TE, groups = scores_TE.detach(), (config.n_group, config.topk_group)
+        bias_E = self.e_score_correction_bias
+        if self.synthetic is not None:
+            ids_TK = self.synthetic.ids(x_TD.shape[0], x_TD.device)
+            choice_TE = torch.zeros_like(choice_TE).scatter_(1, ids_TK.long(), 1.0)
+            bias_E, groups = None, (1, 1)
+        ids_TK, counts_E = select_experts(choice_TE, bias_E, valid_T, config.num_experts_per_tok, *groups)
         weights_TK = scores_TE.gather(1, ids_TK.long().clamp(min=0))
         if config.norm_topk_prob:
             # The small number matters only for sigmoid scores that all underflow; it is below float32 otherwise.

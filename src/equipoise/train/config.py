@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
+from equipoise.balance_config import BalanceConfig
 from equipoise.checkpoint.config import CheckpointConfig
 from equipoise.config import Config
 from equipoise.data.config import DataConfig
@@ -54,6 +55,7 @@ class TrainConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+    balance: BalanceConfig | None = None
 
     def check_world(self, world_size: int) -> None:
         """Raises ConfigError when these settings cannot run on `world_size` ranks; needs no process group."""
@@ -82,6 +84,8 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
         raise ConfigError(
             f"parallel.dispatcher is 'local' but parallel.ep_size is {axes.ep}: choose all_to_all, all_gather or auto"
         )
+    if config.balance is not None:
+        _check_balance(config.balance, axes)
     if loop.sequence_length > model.max_position_embeddings:
         raise ConfigError(
             f"train.sequence_length is {loop.sequence_length}, longer than model.max_position_embeddings "
@@ -102,3 +106,17 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
             f"(train.global_batch_size {loop.global_batch_size} / world size {world_size}): choose one of {valid}"
         )
     return RunPlan(axes, micro, share // micro)
+
+
+def _check_balance(balance: BalanceConfig, axes: AxisSizes) -> None:
+    """Raises ConfigError for what balancing cannot be combined with."""
+    if axes.ep == 1:
+        raise ConfigError(
+            "balance is set but parallel.ep_size is 1: there are no other ranks to balance with. Choose a larger "
+            "parallel.ep_size, or leave the balance section out"
+        )
+    if balance.domain_size and axes.ep % balance.domain_size:
+        raise ConfigError(
+            f"balance.domain_size is {balance.domain_size}, which does not divide parallel.ep_size {axes.ep}: choose "
+            f"one of {[d for d in range(1, axes.ep + 1) if axes.ep % d == 0]}, or 0 for no limit"
+        )

@@ -8,6 +8,7 @@ from equipoise.accelerator import selection_report
 from equipoise.distributed.world import World
 from equipoise.kernels import describe_choice
 from equipoise.models.model import MoEForCausalLM
+from equipoise.train.balance_statistics import balance_metrics
 from equipoise.train.config import RunPlan, TrainConfig
 from equipoise.train.load_statistics import load_metrics
 from equipoise.train.step import StepResult
@@ -50,6 +51,8 @@ class StepRecorder:
         self.steps_recorded += 1
         memory = self.world.accelerator.memory()
         loads = load_metrics(result.counts_LE, result.rank_imbalance_L, result.rank_imbalance_max)
+        if result.balance is not None:
+            loads |= balance_metrics(result.balance)
         fields: dict[str, Any] = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,

@@ -18,6 +18,7 @@ from equipoise.distributed.mesh import Meshes
 from equipoise.models.model import ModelOutput, MoEForCausalLM
 from equipoise.moe.bias import update_selection_bias
 from equipoise.moe.layer import MoELayer
+from equipoise.train.balance_statistics import BalanceResult, sum_records
 from equipoise.train.load_statistics import rank_imbalance
 from equipoise.train.timing import PhaseTimer
 
@@ -34,13 +35,13 @@ def padding_mask(batch: Batch) -> torch.Tensor | None:
     return None if bool(valid.all()) else valid.contiguous()
 
 
-def run_model(model: MoEForCausalLM, batch: Batch, device: torch.device) -> ModelOutput:
+def run_model(model: MoEForCausalLM, batch: Batch, device: torch.device, microbatch: int = 0) -> ModelOutput:
     """Moves a batch to the device and computes its summed loss."""
     valid = padding_mask(batch)
     if valid is not None:
         valid = valid.to(device, non_blocking=True)
     batch = batch.to(device)
-    return model(batch.input_ids, batch.labels, batch.position_ids, batch.document_ids, valid)
+    return model(batch.input_ids, batch.labels, batch.position_ids, batch.document_ids, valid, microbatch)
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
@@ -56,6 +57,7 @@ class StepResult:
     counts_LE: int64 tokens of each expert over all ranks and microbatches.
     rank_imbalance_L: max over mean of the rank loads in an EP group, mean over microbatches and EP groups.
     rank_imbalance_max: the largest of any layer, microbatch and EP group.
+    balance: what balancing made of these loads; None when it is off.
     """
 
     loss: float
@@ -67,6 +69,7 @@ class StepResult:
     rank_imbalance_L: torch.Tensor
     rank_imbalance_max: float
     stop_requested: bool
+    balance: BalanceResult | None = None
 
 
 class TrainStep:
@@ -87,6 +90,8 @@ class TrainStep:
         self.timer, self.max_grad_norm, self.operation = timer, max_grad_norm, operation
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers = moe_layers(model)
+        balancing = self.layers[0].balancing if self.layers else None
+        self.balancer = None if balancing is None else balancing.balancer
 
     def forward_backward(self, batches: list[Batch], num_tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Accumulates gradients of the step's loss over this rank's microbatches.
@@ -99,11 +104,13 @@ class TrainStep:
             This rank's sums of [cross-entropy, aux, z] (already divided), and counts_NLE int64.
         """
         config = self.model.config
+        if self.balancer is not None:
+            self.balancer.take_records()  # of evaluations
         sums = [torch.zeros((), device=self.device) for _ in range(3)]
         counts = []
         for number, batch in enumerate(batches):
             with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
-                output = run_model(self.model, batch, self.device)
+                output = run_model(self.model, batch, self.device, number)
                 assert output.loss_sum is not None
                 share = batch.num_valid_tokens / num_tokens
                 terms = [output.loss_sum / num_tokens]
@@ -136,24 +143,35 @@ class TrainStep:
         worst = torch.ones((), dtype=torch.float64, device=self.device)
         if imbalance_NL.numel():
             worst = torch.maximum(worst, imbalance_NL.max())
-        largest = torch.stack([worst, worst.new_tensor(float(stop))])
+        maxima = [worst, worst.new_tensor(float(stop))]
+        balance_sums: list[torch.Tensor] = []
+        if self.balancer is not None:
+            after_L, totals, worst_after = sum_records(self.balancer.take_records(), sizes.world)
+            balance_sums = [after_L.to(self.device), totals.to(self.device)]
+            maxima.append(worst.new_tensor(worst_after))
+        largest = torch.stack(maxima)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=everyone)
         norm = global_grad_norm(self.parameters, self.meshes.shard_group)
-        *losses, counts_LE, imbalance_L = all_reduce_sum(
-            [*sums, counts_NLE.sum(0), imbalance_NL.mean(0) / sizes.world], everyone
+        loss, aux, z, counts_LE, imbalance_L, *balance_sums = all_reduce_sum(
+            [*sums, counts_NLE.sum(0), imbalance_NL.mean(0) / sizes.world, *balance_sums], everyone
         )
         # The step's one wait for the device: whether the update may be made has to be known on the host.
-        loss, aux, z, grad_norm, worst_imbalance, stops = torch.stack([*losses, norm, *largest]).tolist()
+        scalars = [torch.stack([loss, aux, z, norm, *largest]), *(x.reshape(-1) for x in balance_sums[1:])]
+        values = torch.cat(scalars).tolist()
+        balance = None
+        if self.balancer is not None:
+            balance = BalanceResult(balance_sums[0], *values[6:])
         result = StepResult(
-            loss=loss,
-            aux_loss=aux,
-            z_loss=z,
-            grad_norm=grad_norm,
+            loss=values[0],
+            aux_loss=values[1],
+            z_loss=values[2],
+            grad_norm=values[3],
             num_tokens=num_tokens,
             counts_LE=counts_LE,
             rank_imbalance_L=imbalance_L,
-            rank_imbalance_max=worst_imbalance,
-            stop_requested=stops > 0,
+            rank_imbalance_max=values[4],
+            stop_requested=values[5] > 0,
+            balance=balance,
         )
         return result, norm
 

@@ -69,6 +69,7 @@ class Trainer:
                 recompute=loop.recompute,
                 compile=loop.compile,
                 reshard_after_forward=config.parallel.reshard_after_forward,
+                balance=config.balance,
             )
         world.accelerator.manual_seed(loop.seed + world.rank)
         self.optimizer = build_optimizer(self.model, config.optimizer)

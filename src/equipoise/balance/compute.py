@@ -1,0 +1,202 @@
+"""Expert compute over weights in two storages: a rank's masters and the replicas in its slots.
+
+Rows arrive sorted by local physical expert, masters first, so they split in two where the masters' rows end. Forward
+and the rows' gradient read both storages; the weights' gradient goes to autograd for masters, and in FP32 to the
+runtime's buffer for replicas. Three forms: a fused loop for SwiGLU experts on the CPU (the reference of it is
+`plain_grouped_mlp`), a loop per product (the reference), and two launches of `grouped_mm`.
+
+Shapes: M masters and R slots, L = M + R local physical experts, `counts` their rows, N x K one expert's weight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from equipoise.balance.replicas import Masters
+from equipoise.kernels.grouped_linear import choose_grouped_linear, loop_grouped_linear
+from equipoise.kernels.grouped_mlp import loop_mlp_backward, loop_mlp_forward, product_into
+
+if TYPE_CHECKING:
+    from equipoise.balance.step import Attached, Step
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rows of each local physical expert, on the host and on the rows' device (int64 [L])."""
+
+    host: list[int]
+    device: torch.Tensor
+
+    def offsets(self, part: slice) -> torch.Tensor:
+        """int32 ends of some experts' groups, counted from the first of them, without a host sync."""
+        return self.device[part].cumsum(0).to(torch.int32)
+
+
+def as_masters(tensors: Sequence[torch.Tensor]) -> Masters:
+    """The value that was flattened for autograd: one stacked tensor, or a tensor per master."""
+    return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 3 else list(tensors)
+
+
+def _matrices(tensors: Sequence[torch.Tensor], slots: torch.Tensor | None) -> list[torch.Tensor]:
+    """All local physical experts' matrices, without copies."""
+    masters = as_masters(tensors)
+    return [*(masters.unbind() if isinstance(masters, torch.Tensor) else masters), *([] if slots is None else slots)]
+
+
+class _FusedMLP(torch.autograd.Function):
+    """SwiGLU experts one after the other, from both storages."""
+
+    @staticmethod
+    def forward(ctx, rows_RD, step, gate_up_name, down_name, counts, num_gate_up, *masters):
+        gate_up, down = masters[:num_gate_up], masters[num_gate_up:]
+        ctx.step, ctx.names, ctx.counts, ctx.num_gate_up = step, (gate_up_name, down_name), counts, num_gate_up
+        out_RD, hidden_RI = loop_mlp_forward(
+            rows_RD, _matrices(gate_up, step.slots(gate_up_name)), _matrices(down, step.slots(down_name)), counts
+        )
+        ctx.save_for_backward(rows_RD, hidden_RI, *masters)
+        return out_RD
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        rows_RD, hidden_RI, *masters = ctx.saved_tensors
+        step, (gate_up_name, down_name), number = ctx.step, ctx.names, ctx.num_gate_up
+        want_rows, want_masters = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        gate_up, down = masters[:number], masters[number:]
+        grads: list[Sequence[torch.Tensor | None]] = []
+        destinations: list[list[torch.Tensor] | None] = []
+        for name, tensors, wanted in (
+            (gate_up_name, gate_up, want_masters[:number]),
+            (down_name, down, want_masters[number:]),
+        ):
+            if any(wanted):
+                made = [torch.empty_like(t) for t in tensors]
+                grads.append(made)
+                destinations.append(_matrices(made, step.gradient_slots(name)))
+            else:
+                grads.append([None] * len(tensors))
+                destinations.append(None)
+        grad_rows = loop_mlp_backward(
+            grad_RD,
+            rows_RD,
+            _matrices(gate_up, step.slots(gate_up_name)),
+            _matrices(down, step.slots(down_name)),
+            hidden_RI,
+            ctx.counts,
+            want_rows,
+            *destinations,
+        )
+        for name, destination in zip(ctx.names, destinations):
+            if destination is not None:
+                step.send_gradients(name)
+        return grad_rows, None, None, None, None, None, *grads[0], *grads[1]
+
+
+def _loop_product(rows: torch.Tensor, weights: Sequence[torch.Tensor], counts: Sequence[int], transposed: bool):
+    """Each expert's rows times its weight (transposed: [N, K] used as K -> N)."""
+    width = weights[0].shape[0 if transposed else 1] if len(weights) else 0
+    out = rows.new_empty(rows.shape[0], width)
+    start = 0
+    for weight, count in zip(weights, counts):
+        if count:
+            part = slice(start, start + count)
+            torch.mm(rows[part], weight.T if transposed else weight, out=out[part])
+            start += count
+    out[start:] = 0
+    return out
+
+
+class _DualProduct(torch.autograd.Function):
+    """rows_A times masters and rows_B times slots; both outputs. `grouped` chooses grouped_mm over the loop."""
+
+    @staticmethod
+    def forward(ctx, rows_A, rows_B, step, name, counts, grouped, *masters):
+        ctx.step, ctx.name, ctx.counts, ctx.grouped = step, name, counts, grouped
+        slots = step.slots(name)
+        ctx.parts = slice(0, step.num_masters), slice(step.num_masters, None)
+        ctx.save_for_backward(rows_A, rows_B, *masters)
+        return _DualProduct.both(ctx, rows_A, rows_B, masters, slots, transposed=True)
+
+    @staticmethod
+    def both(ctx, rows_A, rows_B, masters, slots, transposed: bool):
+        out = []
+        for rows, weights, part in zip((rows_A, rows_B), (as_masters(masters), slots), ctx.parts):
+            if weights is None:
+                out.append(rows.new_zeros(rows.shape[0], masters[0].shape[-2 if transposed else -1]))
+            elif ctx.grouped and rows.shape[0]:
+                weight = weights if isinstance(weights, torch.Tensor) else torch.stack(weights)
+                weight = weight.transpose(-2, -1) if transposed else weight
+                out.append(F.grouped_mm(rows, weight, offs=ctx.counts.offsets(part)))
+            else:
+                out.append(_loop_product(rows, list(weights), ctx.counts.host[part], transposed))
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx, grad_A, grad_B):
+        rows_A, rows_B, *masters = ctx.saved_tensors
+        step = ctx.step
+        grad_A, grad_B = grad_A.contiguous(), grad_B.contiguous()
+        grad_rows: tuple = (None, None)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            grad_rows = _DualProduct.both(ctx, grad_A, grad_B, masters, step.slots(ctx.name), transposed=False)
+        if not any(ctx.needs_input_grad[6:]):
+            return *grad_rows, None, None, None, None, *[None] * len(masters)
+        grads = [torch.empty_like(t) for t in masters]
+        slots = step.gradient_slots(ctx.name)
+        bases = [_matrices(grads, None), [] if slots is None else list(slots)]
+        for grad, rows, destinations, part in zip((grad_A, grad_B), (rows_A, rows_B), bases, ctx.parts):
+            counts = ctx.counts.host[part]
+            products: Sequence[torch.Tensor] | None = None
+            if ctx.grouped and rows.shape[0] and destinations:
+                products = F.grouped_mm(grad.transpose(0, 1), rows, offs=ctx.counts.offsets(part)).unbind()
+            start = 0
+            for index, (destination, count) in enumerate(zip(destinations, counts)):
+                rows_of_expert = slice(start, start + count)
+                start += count
+                if count == 0:  # the grouped product leaves its slice of an empty group unwritten on some versions
+                    destination.zero_()
+                elif products is not None:
+                    destination.copy_(products[index])
+                else:
+                    product_into(destination, grad[rows_of_expert].T, rows[rows_of_expert])
+        step.send_gradients(ctx.name)
+        return *grad_rows, None, None, None, None, *grads
+
+
+def _product(rows: Sequence[torch.Tensor], counts: Counts, attached: "Attached", kernel: str) -> list[torch.Tensor]:
+    rows_A, rows_B = rows
+    choice = choose_grouped_linear(rows_A.device, rows_A.dtype, kernel)
+    grouped = choice.fn is not loop_grouped_linear
+    return _DualProduct.apply(rows_A, rows_B, attached.step, attached.name, counts, grouped, *attached.tensors)
+
+
+def _split(rows: torch.Tensor, step: "Step", counts: Counts) -> Sequence[torch.Tensor]:
+    """Rows of masters and rows of replicas (and of nobody)."""
+    first = sum(counts.host[: step.num_masters])
+    return rows.split([first, rows.shape[0] - first])
+
+
+def dual_linear(rows_RK: torch.Tensor, counts: Counts, attached: "Attached", kernel: str = "auto") -> torch.Tensor:
+    """rows_RN: each row times the weight [N, K] of its local physical expert. Differentiable in rows and masters."""
+    return torch.cat(_product(_split(rows_RK, attached.step, counts), counts, attached, kernel))
+
+
+def dual_mlp(
+    rows_RD: torch.Tensor, counts: Counts, gate_up: "Attached", down: "Attached", kernel: str = "auto"
+) -> torch.Tensor:
+    """SwiGLU experts, gate rows first in `gate_up` [2 * I, D]; `down` is [D, I]."""
+    step = gate_up.step
+    choice = choose_grouped_linear(rows_RD.device, rows_RD.dtype, kernel)
+    if choice.fn is loop_grouped_linear:
+        here = counts.host if step.replicas else counts.host[: step.num_masters]
+        return _FusedMLP.apply(
+            rows_RD, step, gate_up.name, down.name, here, len(gate_up.tensors), *gate_up.tensors, *down.tensors
+        )
+    hidden = _product(_split(rows_RD, step, counts), counts, gate_up, kernel)
+    parts = []
+    for part in hidden:
+        gate, up = part.chunk(2, dim=-1)
+        parts.append(F.silu(gate) * up)
+    return torch.cat(_product(parts, counts, down, kernel))

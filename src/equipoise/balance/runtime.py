@@ -1,0 +1,293 @@
+"""The runtime of exact-load balancing: one `Balancer` per EP group, shared by all of its MoE layers.
+
+Order of a layer: `enter` (optional, before attention), `route`, `attach`, the host's dispatch, products, the host's
+combine, `leave` (optional). Every rank of the group makes the same calls in the same order, also with zero tokens;
+all calls of one balancer are made with the same current stream.
+
+The slots belong to nobody for long: a step that needs its replicas in them becomes their tenant, which starts a push;
+the next step evicts it. Whatever finds its step evicted (a backward, mostly) makes it the tenant again. So any order
+of forwards, recomputes and backwards is right, and the usual one pushes once for each forward and once for each
+backward, in advance. A recomputed forward and its backward share one push.
+"""
+
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from equipoise.balance.config import BalanceConfig, planner_settings
+from equipoise.balance.plan import BalancePlan, Placement, check_placement, experts_per_rank
+from equipoise.balance.protocol import Planner, check_sizes
+from equipoise.balance.registry import planner_maker
+from equipoise.balance.replicas import Masters, ReplicaBuffers
+from equipoise.balance.reroute import count_load, reroute
+from equipoise.balance.splits import complete_plan
+from equipoise.balance.step import Entered, Step, enter_masters
+from equipoise.balance.transport.base import GradientPull, Pending, Transport
+from equipoise.balance.transport.collective import CollectiveTransport
+from equipoise.balance.unseen import unseen
+from equipoise.errors import ConfigError
+
+_MAX_HELD = 1024
+_MAX_RECORDS = 1 << 14
+
+
+@dataclass(frozen=True)
+class LoadRecord:
+    """What balancing did for one layer and microbatch of this EP group. Equal on its ranks but for `seconds`.
+
+    before, after: largest over mean rank load, by the router's choice and as delivered; 1 without tokens.
+    copies: replicas. num_bytes: their weights' bytes, one way. seconds: exchange of counts and planning on this rank.
+    """
+
+    key: Hashable
+    before: float
+    after: float
+    copies: int
+    num_bytes: int
+    seconds: float
+
+
+class _Slots:
+    """Who is in the slots, by weight name, and what is still on its way there."""
+
+    def __init__(self, transport: Transport, buffers: ReplicaBuffers) -> None:
+        self.transport, self.buffers = transport, buffers
+        self._tenants: dict[str, weakref.ref[Step]] = {}
+        self._pending: dict[str, Pending] = {}
+
+    def hold(self, step: Step, name: str) -> None:
+        """Makes a step the tenant and starts its push, unless it is the tenant."""
+        tenant = self._tenants.get(name)
+        if tenant is not None and tenant() is step:
+            return
+        self._wait(name)  # two receives into one slot would race
+        self._tenants[name] = weakref.ref(step)
+        what = f"weights {name!r} of {step.where}"
+        with unseen():
+            self._pending[name] = self.transport.push_weights(name, step.replicas, step.masters(name), what)
+
+    def weights(self, step: Step, name: str) -> torch.Tensor:
+        """The slots with the step's replicas in them, complete."""
+        self.hold(step, name)
+        self._wait(name)
+        return self.buffers.weights(name)
+
+    def _wait(self, name: str) -> None:
+        pending = self._pending.pop(name, None)
+        if pending is not None:
+            with unseen():
+                pending.wait()
+
+
+class Balancer:
+    """Exact-load balancing for the MoE layers of one EP group, in our models or anybody's.
+
+    Args:
+        ep_group: the ranks that share one set of experts; expert e is at home on rank e // M. None: one rank.
+        num_experts: logical experts E of a layer; the same for all layers.
+        weights: shape (N, K) of one expert's weight by name.
+        dtype: dtype of the masters as they are computed with.
+        config: see `BalanceConfig`.
+        transport_group: group of the same ranks for weights and gradients of replicas; with NCCL a group of its own
+            lets them overlap with the dispatcher. Default: `ep_group`.
+
+    Buffers are allocated when the first replica needs them. They hold `num_redundant_experts_per_rank` experts' weights
+    and FP32 gradients and `reduction_rows` FP32 gradients for the group, however many layers there are.
+
+    Raises:
+        ConfigError: sizes that do not divide, an unknown planner.
+    """
+
+    def __init__(
+        self,
+        ep_group: dist.ProcessGroup | None,
+        num_experts: int,
+        weights: Mapping[str, tuple[int, int]],
+        dtype: torch.dtype,
+        config: BalanceConfig | None = None,
+        transport_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.config = config or BalanceConfig()
+        self.settings = planner_settings(self.config)
+        self.group, self.num_experts, self.dtype = ep_group, num_experts, dtype
+        self.num_ranks = 1 if ep_group is None else dist.get_world_size(ep_group)
+        self.rank = 0 if ep_group is None else dist.get_rank(ep_group)
+        check_sizes(num_experts, self.num_ranks, self.settings)
+        self.num_masters = experts_per_rank(num_experts, self.num_ranks)
+        self.num_slots = self.settings.num_slots
+        self.buffers = ReplicaBuffers(weights, self.num_slots, dtype, self.config.reduction_rows)
+        self.transport: Transport = CollectiveTransport(transport_group or ep_group, self.buffers)
+        self.slots = _Slots(self.transport, self.buffers)
+        self._make_planner = planner_maker(self.config.planner)
+        self._is_own_planner = ":" in self.config.planner
+        self._planners: dict[Hashable, Planner] = {}
+        self._steps: weakref.WeakValueDictionary[Hashable, Step] = weakref.WeakValueDictionary()
+        self._held: OrderedDict[Hashable, Step] = OrderedDict()
+        self._pulls: dict[str, GradientPull] = {}
+        self._records: deque[LoadRecord] = deque(maxlen=_MAX_RECORDS)
+
+    @property
+    def num_physical_local(self) -> int:
+        """M + R: what the dispatcher takes for the number of experts on a rank."""
+        return self.num_masters + self.num_slots
+
+    @property
+    def num_physical_experts(self) -> int:
+        """P * (M + R): what the dispatcher takes for the number of experts."""
+        return self.num_ranks * self.num_physical_local
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffers allocated by now."""
+        return self.buffers.num_bytes
+
+    def enter(self, name: str, masters: Masters) -> Entered:
+        """Optional, at the start of a layer, before attention: gradients of replicas then come home behind attention's
+        backward. The result takes the masters' place in `Step.attach`. `masters` as there."""
+        return enter_masters(name, masters)
+
+    def route(self, ids_TK: torch.Tensor, key: Hashable = None, counts_E: torch.Tensor | None = None) -> Step:
+        """Decides the placement of one layer and microbatch from its exact load. Collective over the EP group.
+
+        A forward that is run again inside a backward (activation recompute) gets the step of the first forward of its
+        key: nothing is decided, counted or communicated again.
+
+        Args:
+            ids_TK: logical ids, int32 or int64; -1 goes nowhere.
+            key: (layer, microbatch); different for all that are in flight together. None: the step is for this
+                forward alone and has no recompute.
+            counts_E: tokens of each expert on this rank, if the router has counted them.
+
+        One host sync on an accelerator: the load matrix [P, E] is read, since the placement decides what is sent.
+
+        Raises:
+            RuntimeError: a recompute whose step is unknown, or that chose other experts.
+            PlanError: a planner of your own broke an invariant.
+        """
+        if key is not None and torch._C._current_graph_task_id() != -1:
+            with unseen():
+                return self._recall(ids_TK, key)
+        with torch.no_grad(), unseen():
+            step = self._decide(ids_TK, key, counts_E)
+        if key is not None:
+            self.remember(step)
+            if not torch.is_grad_enabled():  # no graph holds it, and a reentrant checkpoint may ask for it again
+                self._held[key] = step
+                while len(self._held) > _MAX_HELD:
+                    self._held.popitem(last=False)
+        return step
+
+    def _decide(self, ids_TK: torch.Tensor, key: Hashable, counts_E: torch.Tensor | None) -> Step:
+        started = time.perf_counter()
+        if counts_E is None:
+            counts_E = count_load(ids_TK, self.num_experts)
+        load_PE = self._gather(counts_E.to(torch.int32)).cpu()  # the one host sync
+        plan = on_device = self._plan(load_PE, key)
+        if ids_TK.device.type != "cpu":
+            placement = plan.placement.to(ids_TK.device)
+            send, recv = (x.to(ids_TK.device, non_blocking=True) for x in (plan.send, plan.recv))
+            on_device = BalancePlan(placement, send, recv, plan.rank)
+        step = Step(self, key, ids_TK, reroute(ids_TK, on_device), plan)
+        self._record(step, load_PE, time.perf_counter() - started)
+        return step
+
+    def remember(self, step: Step) -> None:
+        """The step that a recompute of its key will get."""
+        if step.key is not None:
+            self._held.pop(step.key, None)
+            self._steps[step.key] = step
+
+    def _recall(self, ids_TK: torch.Tensor, key: Hashable) -> Step:
+        step = self._steps.get(key)
+        if step is None:
+            raise RuntimeError(
+                f"no step of key {key!r} is known for this recompute: route the recomputed forward with the key of the "
+                "first one"
+            )
+        self._held.pop(key, None)
+        if ids_TK.shape != step.ids_TK.shape or (ids_TK.device.type == "cpu" and not torch.equal(ids_TK, step.ids_TK)):
+            raise RuntimeError(
+                f"{step.where}: the recomputed forward chose other experts than the first. Give every microbatch in "
+                "flight a key of its own, and keep the router's choice instead of recomputing it (ids of the first "
+                "forward are in Step.ids_TK)"
+            )
+        return step
+
+    def _gather(self, counts_E: torch.Tensor) -> torch.Tensor:
+        if self.num_ranks == 1:
+            return counts_E[None]
+        load_PE = counts_E.new_empty(self.num_ranks, self.num_experts)
+        dist.all_gather_into_tensor(load_PE.view(-1), counts_E.contiguous(), group=self.group)
+        return load_PE
+
+    def _plan(self, load_PE: torch.Tensor, key: Hashable) -> BalancePlan:
+        layer = key[0] if isinstance(key, tuple) and key else None
+        if layer not in self._planners:
+            self._planners[layer] = self._make_planner()
+        placement: Placement = self._planners[layer](load_PE, self.settings)
+        if self._is_own_planner:
+            check_placement(placement, load_PE.sum(0), self.settings.domain_size)
+        return complete_plan(placement, load_PE, self.rank)
+
+    def _record(self, step: Step, load_PE: torch.Tensor, seconds: float) -> None:
+        before = load_PE.view(-1, self.num_ranks, self.num_masters).sum((0, 2))
+        after = step.plan.placement.rank_load
+        total = int(before.sum())
+        mean = total / self.num_ranks
+        copies = len(step.replicas)
+        self._records.append(
+            LoadRecord(
+                step.key,
+                int(before.max()) / mean if total else 1.0,
+                int(after.max()) / mean if total else 1.0,
+                copies,
+                copies * sum(n * k for n, k in self.buffers.shapes.values()) * self.dtype.itemsize,
+                seconds,
+            )
+        )
+
+    def take_records(self) -> list[LoadRecord]:
+        """Records of the forwards routed since the last call (the latest 16384), oldest first."""
+        records = list(self._records)
+        self._records.clear()
+        return records
+
+    # For steps.
+
+    def check_masters(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuses masters that do not fit; learns the device."""
+        if name not in self.buffers.shapes:
+            raise ConfigError(f"no weight {name!r}: the balancer was made for {', '.join(self.buffers.shapes)}")
+        shape = tuple(self.buffers.shapes[name])
+        given = [tuple(t.shape) for t in tensors]
+        if given not in ([(self.num_masters, *shape)], [shape] * self.num_masters):
+            raise ConfigError(
+                f"weight {name!r}: this rank has {self.num_masters} masters of shape {shape}, stacked or one by one; "
+                f"got {given}"
+            )
+        for tensor in tensors:
+            if tensor.dtype != self.dtype:
+                raise ConfigError(
+                    f"weight {name!r} is {tensor.dtype}, the balancer was made for {self.dtype}: attach masters in the "
+                    "dtype that they are computed with"
+                )
+        if self.buffers.device is None:
+            self.buffers.device = tensors[0].device
+
+    def acquire_gradients(self, step: Step, name: str) -> torch.Tensor:
+        """The slots' gradients, after the last transfer out of them."""
+        pull = self._pulls.pop(name, None)
+        if pull is not None:
+            pull.force()
+        return self.buffers.gradients(name)
+
+    def pull_gradients(self, step: Step, name: str) -> GradientPull:
+        """Starts the transfer of the slots' gradients to the masters' ranks."""
+        pull = self.transport.pull_gradients(name, step.replicas, f"gradients {name!r} of {step.where}")
+        self._pulls[name] = pull
+        return pull

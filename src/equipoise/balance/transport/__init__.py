@@ -1,0 +1,1 @@
+"""Transports: how replica weights reach their hosts and replica gradients come home."""

@@ -1,0 +1,56 @@
+"""The protocol of transports. Every rank of the EP group calls the same methods in the same order.
+
+Edges that a transport has to keep, whatever the dispatcher does: a weight is written into a slot only after the
+slot's host has asked for it; it is complete before `Pending.wait` returns; a gradient is read only after its host has
+offered it; a host writes a slot's gradient again only after `GradientPull.finish` or `force` of the earlier offer.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from equipoise.balance.replicas import Masters, Replica
+
+
+class Pending(Protocol):
+    """Transfers under way."""
+
+    def wait(self) -> None:
+        """Returns when what was sent may change and what was received may be read (on a GPU: by the current stream).
+
+        Raises:
+            RankFailure: a peer did not take part in time.
+        """
+        ...
+
+
+class GradientPull(Protocol):
+    """Gradients of replicas on their way home."""
+
+    def finish(self, add: Callable[[int, torch.Tensor], None]) -> None:
+        """Waits, and calls `add(local, gradient)` for each replica of this rank's masters in order of physical id.
+
+        The float32 gradient [N, K] is valid during the call only.
+        """
+        ...
+
+    def force(self) -> None:
+        """Completes the transfer now and keeps the sums for `finish`: the buffers are needed for something else."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves whole experts between the ranks of an EP group."""
+
+    def push_weights(self, name: str, replicas: Sequence[Replica], masters: Masters, what: str) -> Pending:
+        """Starts copying masters of this rank to their hosts' slots, and into this rank's slots from their homes.
+
+        The caller has ended every use of this rank's slots, and leaves the masters unchanged until the wait.
+        `what` names the transfer in errors.
+        """
+        ...
+
+    def pull_gradients(self, name: str, replicas: Sequence[Replica], what: str) -> GradientPull:
+        """Starts bringing the FP32 slot gradients of all replicas to their homes."""
+        ...

@@ -1,0 +1,59 @@
+"""What balancing did in a step, from the balancer's records. Needs nothing of the package `balance`, which may be off.
+
+Shapes: L MoE layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from equipoise.train.load_statistics import spread_over_layers
+
+if TYPE_CHECKING:
+    from equipoise.balance import LoadRecord
+
+
+@dataclass(frozen=True)
+class BalanceResult:
+    """What balancing did in a step, equal on every rank.
+
+    after_L: max over mean of the rank loads in an EP group as delivered, mean over microbatches and EP groups.
+    after_max: the largest of any layer, microbatch and EP group.
+    copies, num_bytes: replicas of all layers and microbatches, and their weights' bytes one way; mean over EP groups.
+    plan_s: seconds for exchanging counts and planning, mean over ranks.
+    """
+
+    after_L: torch.Tensor
+    after_max: float
+    copies: float
+    num_bytes: float
+    plan_s: float
+
+
+def sum_records(records: Sequence["LoadRecord"], world_size: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """This rank's share of a step's result: sums over ranks give `after_L` and [copies, num_bytes, plan_s]; the
+    maximum over ranks of the third gives `after_max`. float64 on the CPU."""
+    by_layer: dict[Any, list[float]] = {}
+    for record in records:
+        by_layer.setdefault(record.key[0], []).append(record.after)  # type: ignore[index]
+    after_L = torch.tensor([sum(values) / len(values) for values in by_layer.values()], dtype=torch.float64)
+    totals = [sum(r.copies for r in records), sum(r.num_bytes for r in records), sum(r.seconds for r in records)]
+    worst = max((record.after for record in records), default=1.0)
+    return after_L / world_size, torch.tensor(totals, dtype=torch.float64) / world_size, worst
+
+
+def balance_metrics(result: BalanceResult) -> dict[str, Any]:
+    """Metrics fields of one step; copies to the host."""
+    after_L = result.after_L.cpu()
+    spread = spread_over_layers(after_L)
+    return {
+        "rank_imbalance_after": float(after_L.mean()),
+        "rank_imbalance_after_p50": spread["p50"],
+        "rank_imbalance_after_p95": spread["p95"],
+        "rank_imbalance_after_max": result.after_max,
+        "balance_copies": result.copies,
+        "balance_bytes": result.num_bytes,
+        "balance_plan_s": result.plan_s,
+    }

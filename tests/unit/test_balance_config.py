@@ -1,0 +1,33 @@
+"""The balance section of a training run: off by default, and what it refuses."""
+
+import pytest
+
+from equipoise.errors import ConfigError
+from equipoise.train.config import TrainConfig
+from equipoise.train.load import load_config
+from equipoise.train.resolved import to_toml
+
+
+def test_off_is_the_default_and_one_setting_switches_it_on() -> None:
+    assert load_config(TrainConfig).balance is None
+    config = load_config(TrainConfig, overrides=["--balance.num_redundant_experts_per_rank", "2"])
+    assert config.balance is not None
+    assert config.balance.num_redundant_experts_per_rank == 2
+    assert "num_redundant_experts_per_rank = 2" in to_toml(config)
+
+
+def test_one_rank_has_nobody_to_balance_with() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.ep_size is 1.*leave the balance section out"):
+        load_config(TrainConfig, overrides=["--balance.tolerance", "0.02"]).check_world(2)
+
+
+def test_domains_have_to_divide_the_group() -> None:
+    overrides = ["--balance.domain_size", "3", "--parallel.ep_size", "4"]
+    with pytest.raises(ConfigError, match=r"domain_size is 3.*ep_size 4.*\[1, 2, 4\]"):
+        load_config(TrainConfig, overrides=overrides).check_world(4)
+
+
+@pytest.mark.parametrize("slots", ["0", "-1"])
+def test_on_without_slots_is_refused(slots: str) -> None:
+    with pytest.raises(ConfigError, match="num_redundant_experts_per_rank"):
+        load_config(TrainConfig, overrides=[f"--balance.num_redundant_experts_per_rank={slots}"])
