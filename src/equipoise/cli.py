@@ -141,15 +141,13 @@ def _root_class() -> "type[BaseModel]":
 def _train(
     root: "type[BaseModel]", arguments: list[str], nproc_per_node: int | None, out: Path | None, resume: bool
 ) -> None:
-    from equipoise.distributed.world import Place
-
     recipe, overrides = split_recipe(root, arguments)
     config = load_config(root, recipe, overrides)
     joins = launch.has_launcher(os.environ)
     count = nproc_per_node or (1 if joins else launch.default_worker_count())
     if not joins:
         launch.check_worker_count(count)
-    _check_world(config, Place.from_environment().size if joins else count)
+    _check_world(config, launch.launched_world_size(os.environ) if joins else count)
     if out is None:
         out = _joined_run_dir(recipe, os.environ) if joins else _new_run_dir(recipe)
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]

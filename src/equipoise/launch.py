@@ -58,6 +58,14 @@ def has_launcher(environment: Mapping[str, str]) -> bool:
     return bool(environment.get("RANK")) and bool(environment.get("WORLD_SIZE"))
 
 
+def launched_world_size(environment: Mapping[str, str]) -> int:
+    """WORLD_SIZE as the launcher gave it; raises `ConfigError` where it is no number of processes."""
+    text = environment["WORLD_SIZE"]
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"WORLD_SIZE={text!r}: expected the number of processes that the launcher starts, from 1")
+    return int(text)
+
+
 def is_own_worker(environment: Mapping[str, str]) -> bool:
     """Whether this process is a worker that `launch` started."""
     return environment.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID_PREFIX)

@@ -1,9 +1,13 @@
 """Balancing that is off does not exist: the package is not imported, and need not be there."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TRAIN = """
 import hashlib, sys
@@ -49,7 +53,10 @@ def results() -> dict[str, list[str]]:
     found = {}
     for block in ("present", "blocked"):
         program = [sys.executable, "-c", TRAIN.replace("{block}", block)]
-        found[block] = subprocess.run(program, capture_output=True, text=True, check=True).stdout.split(maxsplit=2)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("src", "tests"))}
+        run = subprocess.run(program, capture_output=True, text=True, env=env)
+        assert run.returncode == 0, run.stderr
+        found[block] = run.stdout.split(maxsplit=2)
     return found
 
 

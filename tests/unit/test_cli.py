@@ -251,3 +251,13 @@ def test_python_m_equipoise_is_the_command() -> None:
     )
     assert done.returncode == 2
     assert "Usage: equipoise" in done.stderr
+
+
+@pytest.mark.parametrize("size", ["abc", "0", "-1", "1.5"])
+def test_a_malformed_world_size_is_named(size: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    result = invoke("train")
+    assert result.exit_code == 2
+    assert f"WORLD_SIZE={size!r}" in result.output
+    assert not calls
