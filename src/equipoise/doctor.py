@@ -22,10 +22,8 @@ _REQUIRED = ("torch", "triton", "pydantic", "typer", "rich", "tokenizers", "pyar
 _OPTIONAL = {
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
-    "transformers": "parity tests and the integration",
-    "huggingface_hub": "data sets, tokenizers and models by hub id",
-    "liger-kernel": "fused kernels outside the MoE path",
-    "deep_ep": "the deepep dispatcher",
+    "transformers": "the parity tests",
+    "huggingface_hub": "data sets and tokenizers by hub id",
 }
 _LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

@@ -201,4 +201,6 @@ def test_any_command_can_be_launched_and_its_exit_code_is_reported() -> None:
 
 def test_free_ports_can_be_bound() -> None:
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", free_port()))
+        port = free_port()
+        bound.bind(("127.0.0.1", port))
+        assert bound.getsockname()[1] == port

@@ -98,6 +98,7 @@ def test_a_lost_stream_ends_the_display_and_not_the_training(terminal: bool, mon
                 console.update({"step": step, "loss": 2.0})
             console.message("still here")
             console.finish(3, 2.0)
+        assert not console._shown, "the loss of the stream went unnoticed"
         stream.write("what Python still has to flush at its exit")
 
 

@@ -67,7 +67,7 @@ def test_the_report_is_json_with_every_part(fake: list[int]) -> None:
     assert report["system"]["disk_free"] > 0
     assert report["packages"]["torch"] == torch.__version__
     assert set(report["optional"]) == {
-        *("tensorboard", "wandb", "transformers", "huggingface_hub", "liger-kernel", "deep_ep"),
+        *("tensorboard", "wandb", "transformers", "huggingface_hub"),
     }
 
 

@@ -16,7 +16,7 @@ from equipoise.train.load import load_config, parse_config
 from equipoise.train.resolved import hold_run_folder, save_resolved, to_toml
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-numbers = st.floats(allow_nan=False)
+numbers = st.floats(allow_nan=False, allow_infinity=False)  # settings refuse what JSON cannot hold
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

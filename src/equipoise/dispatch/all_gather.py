@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from equipoise.dispatch.base import Dispatched, Exchange
-from equipoise.distributed.collectives import Group, live_group
+from equipoise.dispatch.base import Dispatched, Exchange, GroupDispatcher
+from equipoise.distributed.collectives import Group
 from equipoise.kernels.permute import Permutation, combine, make_permutation, permute
 
 
@@ -57,18 +57,12 @@ class _Handle(NamedTuple):
     num_tokens: int
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(GroupDispatcher):
     """See the module docstring. G = P * max T gathered tokens; ranks with fewer tokens are padded with id -1."""
 
     def __init__(self, num_experts: int, group: Group) -> None:
-        self._group = group
-        self.num_ranks, self.rank = group.size(), dist.get_rank(self.group)
-        self.num_local_experts = num_experts // self.num_ranks
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The present group: another one after parking, none while parked."""
-        return live_group(self._group)
+        super().__init__(num_experts, group)
+        self.rank = dist.get_rank(self.group)
 
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from equipoise.dispatch.base import Dispatched, Exchange
-from equipoise.distributed.collectives import Group, live_group
+from equipoise.dispatch.base import Dispatched, Exchange, GroupDispatcher
 from equipoise.kernels.permute import Permutation, combine, make_permutation, permute, reorder
 
 
@@ -54,18 +53,8 @@ def expert_major_order(counts_PM: torch.Tensor, num_rows: int) -> tuple[torch.Te
     return order_R, inverse_R
 
 
-class AllToAllDispatcher:
-    """See the module docstring. `group` is any torch process group, or a mesh of one axis; experts are split evenly."""
-
-    def __init__(self, num_experts: int, group: Group) -> None:
-        self.num_experts, self._group = num_experts, group
-        self.num_ranks = group.size()
-        self.num_local_experts = num_experts // self.num_ranks
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The present group: another one after parking, none while parked."""
-        return live_group(self._group)
+class AllToAllDispatcher(GroupDispatcher):
+    """See the module docstring."""
 
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None

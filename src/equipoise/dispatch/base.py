@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
+
+from equipoise.distributed.collectives import Group, live_group
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,18 @@ class Dispatcher(Protocol):
     def combine(self, rows_RD: torch.Tensor, handle: Any) -> torch.Tensor:
         """y_TD: each token's expert outputs times its weights, summed in FP32, in the dtype of the rows."""
         ...
+
+
+class GroupDispatcher:
+    """What dispatchers over several ranks share: the group, which parking replaces, and the split of the experts."""
+
+    def __init__(self, num_experts: int, group: Group) -> None:
+        """`group` is any torch process group, or a mesh of one axis; experts are split evenly over its ranks."""
+        self._group = group
+        self.num_experts, self.num_ranks = num_experts, group.size()
+        self.num_local_experts = num_experts // self.num_ranks
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The present group: another one after parking, none while parked."""
+        return live_group(self._group)

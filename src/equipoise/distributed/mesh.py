@@ -101,10 +101,6 @@ class Meshes:
         return self.experts.get_group("ep")
 
     @property
-    def efsdp_group(self) -> dist.ProcessGroup:
-        return self.experts.get_group("efsdp")
-
-    @property
     def shard_group(self) -> dist.ProcessGroup:
         return self.dense.get_group("shard")
 

@@ -22,7 +22,8 @@ class LoopConfig(Config):
     steps: PositiveInt = 100
     """Optimizer steps of the whole run."""
     global_batch_size: PositiveInt = 16
-    """Sequences per optimizer step over all ranks. The same number gives the same training at any world size."""
+    """Sequences per optimizer step over all ranks. The same number gives the same training at any world size,
+    but for a balance loss of scope micro_batch (model.router_aux_loss_scope), which sees one microbatch at a time."""
     micro_batch_size: PositiveInt | None = None
     """Sequences per forward on one rank; none takes the rank's whole share at once (no gradient accumulation)."""
     sequence_length: PositiveInt = 256
