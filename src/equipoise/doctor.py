@@ -85,11 +85,14 @@ def _devices() -> list[Report]:
     from equipoise.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    found = []
-    for index in range(accelerator.device_count()):
-        accelerator.set_device(index)
-        memory = plain(accelerator.memory())
-        found.append({"index": index, "name": accelerator.device_name(index), "memory": memory})
+    found, current = [], accelerator.current_device_index()
+    try:
+        for index in range(accelerator.device_count()):
+            accelerator.set_device(index)
+            memory = plain(accelerator.memory())
+            found.append({"index": index, "name": accelerator.device_name(index), "memory": memory})
+    finally:
+        accelerator.set_device(current)
     return found
 
 

@@ -36,6 +36,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         name="toy",
         device=lambda index=None: torch.device("cpu"),
         device_count=lambda: 2,
+        current_device_index=lambda: 0,
         set_device=current.append,
         device_name=lambda index: f"Toy {index}",
         memory=Memory,
@@ -58,7 +59,7 @@ def test_the_report_is_json_with_every_part(fake: list[int]) -> None:
     assert report["accelerator"] == REPORT
     assert [d["name"] for d in report["devices"]] == ["Toy 0", "Toy 1"]
     assert report["devices"][1]["memory"] == {"free": 3 * 2**30, "total": 8 * 2**30}
-    assert fake == [0, 1]
+    assert fake == [0, 1, 0]  # the first device is current again
     assert report["communication"]["available"]["gloo"] is True
     assert (report["communication"]["device"], report["communication"]["world"]) == ("tccl", "cpu:gloo,toy:tccl")
     assert [k["dtype"] for k in report["kernels"]] == ["float32", "bfloat16"]
