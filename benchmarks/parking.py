@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from equipoise.bench.results import write_results
+from equipoise.bench.results import results_folder, write_results
 
 MODEL = {
     "vocab_size": 512,
@@ -227,7 +227,7 @@ def main() -> None:
     rows = [{"rank": rank, **row} for rank, found in enumerate(ranks) for row in found["rows"]]
     on_device = summary["memory_of"] == "device"
     hardware = {"device": ranks[0]["device"], "devices": options.processes} if on_device else {}
-    path = write_results(options.name, rows, summary, ["torch", "equipoise"], hardware)
+    path = write_results(results_folder() / f"{options.name}.json", rows, summary, ["torch", "equipoise"], hardware)
     print(json.dumps(summary, indent=1), f"\nwritten to {path}")
     if not summary["equal_to_training_without_parking"]:
         raise SystemExit("training through parking differs from training without it")

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from equipoise.bench.results import write_results
+from equipoise.bench.results import results_folder, write_results
 
 MODEL = {
     "vocab_size": 512,
@@ -229,7 +229,7 @@ def main() -> None:
         "model": MODEL,
         "tokens_per_step": TOKENS,
     }
-    path = write_results("train-cpu", rows, summary, ["torch", "transformers", "equipoise"])
+    path = write_results(results_folder() / "train-cpu.json", rows, summary, ["torch", "transformers", "equipoise"])
     print(json.dumps(summary, indent=1), f"\nwritten to {path}")
 
 

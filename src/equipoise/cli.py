@@ -1,15 +1,11 @@
-"""The command line: `equipoise train` and `equipoise doctor`.
+"""The command line: `equipoise train`, `equipoise doctor`, `equipoise bench`.
 
-Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 128 + n stopped by
-signal n after saving. torch is imported only by the commands that need it, so that help is quick.
+torch is imported only by the commands that need it, so that help is quick.
 """
 
-import contextlib
 import functools
 import os
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -18,23 +14,22 @@ import typer
 
 import equipoise
 from equipoise import launch
-from equipoise.bench.plan import bench
+from equipoise.bench import balance as _balance  # noqa: F401 - adds its command to the group
+from equipoise.bench import plan as _plan  # noqa: F401
+from equipoise.bench.group import bench
 from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.exit_codes import EXIT_FAILED, exit_codes
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
 from equipoise.train.schema import Schema, read_schema
-from equipoise.train.stop import StoppedBySignal, StopSignals
+from equipoise.train.stop import StopSignals
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from equipoise.train.config import TrainConfig
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-RANK_0_SPEAKS_S = 2.0
 RUNS = Path("runs")
-WORKER_PROGRAM = (sys.executable, "-m", "equipoise")
 
 main = typer.Typer(
     help="Train Mixture-of-Experts language models with expert parallelism.",
@@ -124,7 +119,7 @@ def train(
         bool, typer.Option("--help-config", help="Print the settings (of the section named) and exit.")
     ] = False,
 ) -> None:
-    with _exit_codes():
+    with exit_codes():
         root = _root_class()
         if help_config:
             typer.echo(describe_settings(read_schema(root), context.args))
@@ -143,25 +138,15 @@ def _train(
 ) -> None:
     recipe, overrides = split_recipe(root, arguments)
     config = load_config(root, recipe, overrides)
-    joins = launch.has_launcher(os.environ)
-    count = nproc_per_node or (1 if joins else launch.default_worker_count())
-    if not joins:
-        launch.check_worker_count(count)
-    _check_world(config, launch.launched_world_size(os.environ) if joins else count)
+    count, world_size = launch.choose_worker_count(nproc_per_node)
+    _check_world(config, world_size)
     if out is None:
+        joins = launch.has_launcher(os.environ)
         out = _joined_run_dir(recipe, os.environ) if joins else _new_run_dir(recipe)
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]
     command = ["train", *arguments, *options]
     run = functools.partial(_run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume)
-    if joins:
-        if launch.is_own_worker(os.environ):
-            launch.end_with_parent()
-        run()
-    elif count == 1:
-        with launch.world_of_one():
-            run()
-    else:
-        launch.launch(count, [*WORKER_PROGRAM, *command])
+    launch.start(count, command, run)
 
 
 def _run_here(config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool) -> None:
@@ -244,41 +229,8 @@ def doctor(
 ) -> None:
     from equipoise import doctor as examination
 
-    with _exit_codes():
+    with exit_codes():
         report = examination.collect()
         typer.echo(examination.to_json(report) if as_json else examination.to_words(report))
         if report["problems"]:
             raise typer.Exit(EXIT_FAILED)
-
-
-@contextlib.contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Turn the project's errors into a message without traceback and the exit codes listed above."""
-    try:
-        yield
-    except typer.Exit:
-        raise
-    except (StoppedBySignal, launch.LaunchStopped) as stop:
-        raise typer.Exit(128 + stop.signal_number) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except EquipoiseError as error:
-        _report(error)
-        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-        raise typer.Exit(getattr(error, "exit_code", code)) from None
-    except Exception as error:
-        launch.record_error(error)
-        raise
-
-
-def _report(error: EquipoiseError) -> None:
-    """Print the message once: by the launching process if it can, else by rank 0 for configuration errors."""
-    recorded = launch.record_error(error)
-    if recorded and launch.is_own_worker(os.environ):
-        return
-    rank = os.environ.get("RANK", "0") if launch.has_launcher(os.environ) else None
-    if isinstance(error, ConfigError) and rank not in (None, "0"):
-        time.sleep(RANK_0_SPEAKS_S)  # a launcher may end rank 0, which has the same message, once this rank ends
-        return
-    where = f" (rank {rank})" if rank is not None and not isinstance(error, ConfigError) else ""
-    typer.echo(f"Error{where}: {error}", err=True)

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from equipoise.errors import ConfigError, RankFailure
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 60
 """Seconds that workers get to save after a signal before they are killed."""
+WORKER_PROGRAM = (sys.executable, "-m", "equipoise")
 _RUN_ID_PREFIX = "equipoise-"
 _LOCALHOST = "127.0.0.1"
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -125,6 +126,33 @@ def world_of_one() -> contextlib.AbstractContextManager[None]:
     """For the time of the block, the environment that a launcher would give a single worker."""
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return environment({**one, "MASTER_ADDR": _LOCALHOST, "MASTER_PORT": str(free_port())})
+
+
+def choose_worker_count(asked: int | None) -> tuple[int, int]:
+    """Workers to start here (1 where a launcher started this process), and the world size that follows.
+
+    Raises:
+        ConfigError: this machine cannot start so many.
+    """
+    if has_launcher(os.environ):
+        return asked or 1, launched_world_size(os.environ)
+    count = asked or default_worker_count()
+    check_worker_count(count)
+    return count, count
+
+
+def start(count: int, arguments: Sequence[str], run: Callable[[], None]) -> None:
+    """Calls `run` here where this process is a worker, or the only one; else starts `count` workers of the command
+    `equipoise *arguments` and waits for them. Raises as `launch` does."""
+    if has_launcher(os.environ):
+        if is_own_worker(os.environ):
+            end_with_parent()
+        run()
+    elif count == 1:
+        with world_of_one():
+            run()
+    else:
+        launch(count, [*WORKER_PROGRAM, *arguments])
 
 
 def launch(count: int, command: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from equipoise.balance.bounds import lower_bound
 from equipoise.balance.exact import ExactPlanner, optimal_load
 from equipoise.balance.quality import KINDS, Size, measure, milp_gap, study, synthetic_loads
 from equipoise.balance.registry import PLANNERS
-from equipoise.bench.plan import bench
+from equipoise.cli import bench
 from equipoise.errors import ConfigError, PlanError
 
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "planner.json"

@@ -12,7 +12,7 @@ import toy_program
 from typer.testing import CliRunner, Result
 
 import equipoise
-from equipoise import cli, doctor
+from equipoise import cli, doctor, exit_codes
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.train.recipes import list_recipes
 from equipoise.train.stop import StoppedBySignal
@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
         monkeypatch.delenv(name, raising=False)
     for name in ("equipoise.train.config", "equipoise.train.run", "equipoise.accelerator"):
         monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
-    monkeypatch.setattr(cli, "WORKER_PROGRAM", cli.WORKER_PROGRAM)
+    monkeypatch.setattr(cli.launch, "WORKER_PROGRAM", cli.launch.WORKER_PROGRAM)
     monkeypatch.setattr(cli.launch, "GRACE_S", cli.launch.GRACE_S)
     toy_program.install()
     monkeypatch.setattr(sys.modules["equipoise.train.run"], "run_training", run_training)
@@ -202,7 +202,7 @@ def test_other_errors_keep_their_traceback(calls: Calls) -> None:
 
 def test_only_rank_0_speaks_of_a_configuration_error(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(cli, "RANK_0_SPEAKS_S", 0.0)
+    monkeypatch.setattr(exit_codes, "RANK_0_SPEAKS_S", 0.0)
     spoken = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)

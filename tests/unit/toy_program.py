@@ -71,7 +71,7 @@ def install() -> None:
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(contents)
     launch.GRACE_S = int(os.environ.get("TOY_GRACE_S", launch.GRACE_S))
-    cli.WORKER_PROGRAM = (sys.executable, __file__)
+    cli.launch.WORKER_PROGRAM = (sys.executable, __file__)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,8 @@ from typing import Annotated
 
 import typer
 
-bench = typer.Typer(help="Measure parts of Equipoise.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@bench.callback()
-def _bench() -> None:
-    """Keeps `plan` a command of its own while it is the only one."""
+from equipoise.bench.group import bench
+from equipoise.exit_codes import exit_codes
 
 
 @bench.command(
@@ -33,25 +29,27 @@ def plan(
     loads: Annotated[int, typer.Option(min=15, help="Loads per size.")] = 1000,
     small_loads: Annotated[int, typer.Option(min=1, help="Small loads that are compared with the optimum.")] = 200,
 ) -> None:
-    import torch
+    with exit_codes():
+        import torch
 
-    from equipoise.balance.registry import planner_maker
+        from equipoise.balance.registry import planner_maker
 
-    torch.set_num_threads(1)  # plans are small: threads would only wait for each other
-    make_planner = planner_maker(planner)
-    if quality:
-        _quality(make_planner, planner, seed, loads, small_loads)
-    else:
-        _speed(make_planner, seed)
+        torch.set_num_threads(1)  # plans are small: threads would only wait for each other
+        make_planner = planner_maker(planner)
+        if quality:
+            _quality(make_planner, planner, seed, loads, small_loads)
+        else:
+            _speed(make_planner, seed)
 
 
 def _quality(make_planner, name: str, seed: int, loads: int, small_loads: int) -> None:
     from equipoise.balance.quality import study
-    from equipoise.bench.results import write_results
+    from equipoise.bench.results import results_folder, write_results
 
     rows, summary = study(make_planner, name, seed, loads, small_loads, say=typer.echo)
     own = name.rpartition(":")[2]
-    path = write_results("planner" if name == "exact_load" else f"planner-{own}", rows, summary, ["torch", "scipy"])
+    file = "planner" if name == "exact_load" else f"planner-{own}"
+    path = write_results(results_folder() / f"{file}.json", rows, summary, ["torch", "scipy"])
     for key, value in summary.items():
         typer.echo(f"{key:26} {value:.5f}" if isinstance(value, float) else f"{key:26} {value}")
     typer.echo(f"written to {path}")

@@ -59,13 +59,13 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def write_results(
-    name: str,
+    path: Path,
     rows: list[dict[str, Any]],
     summary: Mapping[str, Any],
     packages: Sequence[str],
     hardware: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes `<name>.json` to the results folder, whole or not at all, and returns its path.
+    """Writes the file, whole or not at all, and returns its path; makes its folder, replaces an earlier file.
 
     `hardware` adds to the processor and the number of cores (an accelerator's name, say).
     """
@@ -77,7 +77,6 @@ def write_results(
         "rows": rows,
         "summary": dict(summary),
     }
-    path = results_folder() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(content, indent=1) + "\n")

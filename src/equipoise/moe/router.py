@@ -90,8 +90,7 @@ class Router(nn.Module):
         choice_TE, groups = scores_TE.detach(), (config.n_group, config.topk_group)
         bias_E = self.e_score_correction_bias
         if self.synthetic is not None:
-            ids_TK = self.synthetic.ids(x_TD.shape[0], x_TD.device)
-            choice_TE = torch.zeros_like(choice_TE).scatter_(1, ids_TK.long(), 1.0)
+            choice_TE, valid_T = self.synthetic.choose(choice_TE, valid_T)
             bias_E, groups = None, (1, 1)
         ids_TK, counts_E = select_experts(choice_TE, bias_E, valid_T, config.num_experts_per_tok, *groups)
         weights_TK = scores_TE.gather(1, ids_TK.long().clamp(min=0))

@@ -12,6 +12,7 @@ from equipoise.data.config import DataConfig
 from equipoise.distributed.mesh import AxisSizes, ParallelConfig, derive_axes
 from equipoise.errors import ConfigError
 from equipoise.models.config import ModelConfig
+from equipoise.moe.synthetic import SyntheticRoutingConfig, Workload
 from equipoise.train.metrics import MetricsConfig, refuse_missing_packages
 from equipoise.train.optimizer import OptimizerConfig
 
@@ -57,6 +58,7 @@ class TrainConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     balance: BalanceConfig | None = None
+    synthetic_routing: SyntheticRoutingConfig | None = None
 
     def check_world(self, world_size: int) -> None:
         """Raises ConfigError when these settings cannot run on `world_size` ranks; needs no process group."""
@@ -87,6 +89,7 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
         )
     if config.balance is not None:
         _check_balance(config.balance, axes)
+    synthetic_workload(config, axes)
     if loop.sequence_length > model.max_position_embeddings:
         raise ConfigError(
             f"train.sequence_length is {loop.sequence_length}, longer than model.max_position_embeddings "
@@ -107,6 +110,21 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
             f"(train.global_batch_size {loop.global_batch_size} / world size {world_size}): choose one of {valid}"
         )
     return RunPlan(axes, micro, share // micro)
+
+
+def synthetic_workload(config: TrainConfig, axes: AxisSizes) -> Workload | None:
+    """What `synthetic_routing` means for these sizes; None when routing is learned.
+
+    Raises:
+        ConfigError: an imbalance that these sizes cannot have.
+    """
+    chosen, model = config.synthetic_routing, config.model
+    if chosen is None:
+        return None
+    try:
+        return Workload(chosen.workload, chosen.imbalance, model.num_experts, model.num_experts_per_tok, axes.ep)
+    except ConfigError as error:
+        raise ConfigError(f"synthetic_routing: {error}") from error
 
 
 def _check_balance(balance: BalanceConfig, axes: AxisSizes) -> None:

@@ -34,7 +34,16 @@ class StepRecorder:
         if axes.replicate > 1:
             layout += f" x replicate {axes.replicate}"
         chosen = selection_report()
+        synthetic = self.config.synthetic_routing
+        measured_only = (
+            []
+            if synthetic is None
+            else [
+                f"routing is laid down ({synthetic.workload}), for measurements only: the model learns nothing useful"
+            ]
+        )
         return [
+            *measured_only,
             f"accelerator: {chosen['winner']} ({chosen['reason']})",
             f"model: {total:.1f} M parameters, {active:.1f} M active per token, "
             f"{self.config.model.num_experts} experts, top {self.config.model.num_experts_per_tok}",

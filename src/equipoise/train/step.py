@@ -18,6 +18,7 @@ from equipoise.distributed.mesh import Meshes
 from equipoise.models.model import ModelOutput, MoEForCausalLM
 from equipoise.moe.bias import update_selection_bias
 from equipoise.moe.layer import MoELayer
+from equipoise.moe.synthetic import Workload
 from equipoise.train.balance_statistics import BalanceResult, sum_records
 from equipoise.train.load_statistics import rank_imbalance
 from equipoise.train.timing import PhaseTimer
@@ -92,6 +93,12 @@ class TrainStep:
         self.layers = moe_layers(model)
         balancing = self.layers[0].balancing if self.layers else None
         self.balancer = None if balancing is None else balancing.balancer
+
+    def lay_down_routing(self, workload: Workload | None, step: int = 0) -> None:
+        """Replaces what the routers choose by a step of a workload, until the next call; None lets them choose."""
+        rank = self.meshes.ep.get_local_rank()
+        for layer in self.layers:
+            layer.gate.synthetic = None if workload is None else workload.routing(step, rank)
 
     def forward_backward(self, batches: list[Batch], num_tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Accumulates gradients of the step's loss over this rank's microbatches.

@@ -25,7 +25,7 @@ from equipoise.distributed.mesh import build_meshes
 from equipoise.distributed.world import World
 from equipoise.errors import NonFiniteLossError
 from equipoise.models.parallelize import build_parallel_model
-from equipoise.train.config import TrainConfig, plan_run
+from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
 from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
@@ -92,6 +92,7 @@ class Trainer:
             config.optimizer.max_grad_norm,
             operation=world.operation,
         )
+        self.workload = synthetic_workload(config, self.plan.axes)
         self.step = 0
         self.metrics_position = 0
         self.last_record: dict[str, Any] = {}
@@ -168,6 +169,8 @@ class Trainer:
         started = time.perf_counter()
         # The first step may compile and warm up: it gets more time before a rank counts as missing.
         deadline_s = 10 * self.world.timeout_s if recorder.steps_recorded == 0 else None
+        if self.workload is not None:
+            self.step_runner.lay_down_routing(self.workload, self.step)
         with self.world.operation(f"step {step}", deadline_s=deadline_s):
             self.timer.start_step()
             with self.timer.phase("data"):
