@@ -15,8 +15,12 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet -e ".[test]"
 	touch $@
 
+# Trains, then compares balancing off, on and forced for the trained model.
 demo: install
-	EQUIPOISE_ACCELERATOR=$${EQUIPOISE_ACCELERATOR:-cpu} $(BIN)/equipoise train demo --nproc-per-node 2
+	@export EQUIPOISE_ACCELERATOR=$${EQUIPOISE_ACCELERATOR:-cpu}; \
+	run=runs/demo; n=1; while [ -e $$run ]; do n=$$((n + 1)); run=runs/demo-$$n; done; \
+	$(BIN)/equipoise train demo --nproc-per-node 2 --out $$run && \
+	$(BIN)/equipoise bench balance $$run --nproc-per-node 2 --workloads natural,hot_rank
 
 test: install
 	$(BIN)/python -m pytest

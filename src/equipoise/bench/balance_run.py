@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 WARM_UP = 1
 TABLE_WIDTH = 116
+NOISE = 0.02
+"""Relative difference of step times that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -369,6 +371,24 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return summary
 
 
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """For each workload, whether balancing paid; differences within `NOISE` are none."""
+    seconds = {(row["workload"], row["mode"]): row["step_s"] for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["workload"] for row in rows):
+        off, on = seconds.get((name, OFF)), seconds.get((name, ON))
+        if off is None or on is None:
+            continue
+        if abs(on / off - 1) <= NOISE:
+            text = "on and off take the same time"
+        elif on < off:
+            text = f"balancing pays: {off / on:.2f} x the tokens/s of off"
+        else:
+            text = f"balancing does not pay here: {on / off - 1:.0%} more time than off (docs/balancing.md says when)"
+        lines.append(f"{name}: {text}")
+    return lines
+
+
 def _show(study: Study, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
     balance = trainer.config.balance
     assert balance is not None
@@ -406,6 +426,8 @@ def _show(study: Study, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
         "routed, planned, delivered: largest over mean rank load, by the router's choice, as planned, and as rows "
         "arrived; copies and MiB: replicas per step and their weights, one way."
     )
+    for line in verdicts(rows):
+        console.print(line, soft_wrap=True)
     summary: dict[str, Any] = dict(summarize(rows))
     summary |= {
         "imbalance": study.imbalance,
