@@ -124,8 +124,16 @@ def test_commands_parse_and_their_settings_load(page: str, line: str) -> None:
     if "--help" in arguments:
         assert name in program.commands  # type: ignore[attr-defined]
         return
-    context = program.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
-    if name != "train":
+    commands = program.commands  # type: ignore[attr-defined]
+    if name == "bench":
+        name, *arguments = arguments
+        commands = commands["bench"].commands
+    context = commands[name].make_context(name, arguments)
+    if name not in ("train", "balance"):
+        return
+    if name == "balance":
+        recipe, overrides = split_recipe(TrainConfig, context.args)
+        load_config(TrainConfig, "demo" if recipe and recipe.startswith("runs/") else recipe, overrides)
         return
     if context.params["help_config"]:
         cli.describe_settings(SCHEMA, context.args)

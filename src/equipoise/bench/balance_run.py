@@ -25,7 +25,7 @@ from equipoise.balance_config import BalanceConfig
 from equipoise.bench.advice import measure_copy_tokens, slots_for
 from equipoise.bench.balance import FORCED, NATURAL, OFF, ON
 from equipoise.bench.results import write_results
-from equipoise.data import build_dataset
+from equipoise.data import DataConfig, build_dataset
 from equipoise.dispatch import build_dispatcher
 from equipoise.dispatch.base import Dispatched, Dispatcher, Exchange
 from equipoise.distributed.agree import gather_json
@@ -79,8 +79,7 @@ class Study:
             balance = balance.model_copy(update={"num_redundant_experts_per_rank": self.slots})
         changes: dict[str, Any] = {"balance": balance, "synthetic_routing": None}
         if self.run_dir is None:
-            data = config.data.model_copy(update={"source": "random", "packing": "concat", "max_documents": None})
-            changes["data"] = data
+            changes["data"] = DataConfig(source="random", eval_fraction=0.0)
         config = config.model_copy(update=changes)
         config.check_world(world_size)
         for mode in self.modes:

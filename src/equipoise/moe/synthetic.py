@@ -62,13 +62,9 @@ class SyntheticRouting:
         return list(_expert_counts(self, self.num_routed(num_tokens)))
 
     def ids(self, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """int32 ids [T', K] of the T' tokens that go anywhere, distinct for each token. No host sync; traceable."""
-        routed = self.num_routed(num_tokens)
-        counts_E = torch.tensor(self.expert_counts(num_tokens), device=device)
-        experts = torch.arange(len(self.shares_E), dtype=torch.int32, device=device)
-        # An expert's tokens are consecutive and at most T': over rows of T' they fall on different tokens.
-        ids = experts.repeat_interleave(counts_E, output_size=routed * self.num_experts_per_tok)
-        return ids.view(self.num_experts_per_tok, routed).T.contiguous()
+        """int32 ids [T', K] of the T' tokens that go anywhere, distinct for each token; shared, not to be changed.
+        Traceable. Waits for no device, once it has been asked for the same."""
+        return _ids(self, num_tokens, device)
 
     def choose(self, scores_TE: torch.Tensor, valid_T: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scores whose K largest are this routing's choice, and the tokens that take part."""
@@ -160,6 +156,17 @@ def _power_law(number: int, largest: float) -> list[float]:
         parts = [(rank + 1) ** -exponent for rank in range(number)]
         low, high = (exponent, high) if 1 / sum(parts) < largest else (low, exponent)
     return [part / sum(parts) for part in parts]
+
+
+@lru_cache(maxsize=64)
+def _ids(routing: SyntheticRouting, num_tokens: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        routed, K = routing.num_routed(num_tokens), routing.num_experts_per_tok
+        counts_E = torch.tensor(routing.expert_counts(num_tokens), device=device)
+        experts = torch.arange(len(routing.shares_E), dtype=torch.int32, device=device)
+        # An expert's tokens are consecutive and at most T': over rows of T' they fall on different tokens.
+        ids = experts.repeat_interleave(counts_E, output_size=routed * K)
+        return ids.view(K, routed).T.contiguous()
 
 
 @lru_cache(maxsize=1024)
