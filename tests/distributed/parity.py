@@ -10,13 +10,14 @@ import torch.distributed as dist
 from equipoise.accelerator import get_accelerator
 from equipoise.balance_config import BalanceConfig
 from equipoise.data import Batch
-from equipoise.distributed.mesh import ParallelConfig, build_meshes, derive_axes
+from equipoise.distributed.mesh import Meshes, ParallelConfig, build_meshes, derive_axes
 from equipoise.distributed.world import World, join_world
 from equipoise.models.config import ModelConfig
 from equipoise.models.initialize import initialize_model
 from equipoise.models.model import IGNORED_LABEL, MoEForCausalLM
 from equipoise.models.parallelize import build_parallel_model
 from equipoise.moe.bias import update_selection_bias
+from equipoise.moe.synthetic import Workload
 from equipoise.train.optimizer import OptimizerConfig, build_optimizer
 from equipoise.train.step import TrainStep, moe_layers
 from equipoise.train.timing import PhaseTimer
@@ -65,6 +66,8 @@ class Case:
     """Parameters with this in their name are not trained."""
     limit: float = 1e-5
     """Norm-relative difference that rounding may make."""
+    workload: Workload | None = None
+    """Lays the routing down; not for comparisons with plain training, whose ranks are one."""
 
 
 def make_batch(index: int, length: int) -> Batch:
@@ -130,10 +133,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def train_in_parallel(case: Case, world: World, steps: int = 3) -> Trained:
-    """The same by the trainer's own parts, each rank on its share of the microbatches."""
+def build_case_meshes(case: Case, world: World) -> Meshes:
     parallel = ParallelConfig(ep_size=case.ep, replicate_size=case.replicate)
-    meshes = build_meshes(derive_axes(parallel, world.size, case.model.num_experts), world)
+    return build_meshes(derive_axes(parallel, world.size, case.model.num_experts), world)
+
+
+def train_in_parallel(case: Case, world: World, steps: int = 3, meshes: Meshes | None = None) -> Trained:
+    """The same by the trainer's own parts, each rank on its share of the microbatches."""
+    meshes = meshes or build_case_meshes(case, world)
     model = build_parallel_model(
         case.model,
         meshes,
@@ -151,6 +158,7 @@ def train_in_parallel(case: Case, world: World, steps: int = 3) -> Trained:
     per_step = world.size * case.accumulate
     for step in range(steps):
         timer.start_step()
+        runner.lay_down_routing(case.workload, step)
         lengths = [case.lengths[i % len(case.lengths)] for i in range(per_step)]
         batches = [make_batch(step * per_step + i, lengths[i]) for i in range(per_step)]
         total = sum(b.num_valid_tokens for b in batches)
