@@ -45,9 +45,9 @@ class SourceReport:
         return f"{read} in {len(self.sizes)} files: {', '.join(files)}" if files else read
 
     def log(self) -> None:
-        """One line per kind of irregularity: a warning, or for the standard library, where they are known,
-        info."""
-        level = logging.INFO if self.source == "stdlib" else logging.WARNING
+        """One line per kind of irregularity: a warning; for the standard library, where they are known, only in a
+        debugging log."""
+        level = logging.DEBUG if self.source == "stdlib" else logging.WARNING
         for what, count in self.skipped.items():
             logger.log(level, "data.source %s: %d %s (first: %s)", self.source, count, what, self.first[what])
 
