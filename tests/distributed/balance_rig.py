@@ -1,7 +1,8 @@
 """A foreign MoE layer that uses only the library, on the ranks of a world, and the same without balancing.
 
 The layer belongs to nobody here: its router is a linear layer with torch's top-k, its dispatcher two all-to-alls, its
-products the library's. Shapes: T tokens, D features, K experts per token, E experts.
+products the library's. With `bias` its experts are like gpt-oss's, and those without balancing use torch's grouped_mm.
+Shapes: T tokens, D features, K experts per token, E experts, R rows.
 """
 
 from typing import Any
@@ -10,15 +11,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from equipoise.balance import BalanceConfig, Balancer
 from equipoise.dispatch import build_dispatcher
 
 E, D, K, INNER = 8, 16, 2, 24
+WEIGHTS: dict[str, tuple[int, ...]] = {"up": (2 * INNER, D), "down": (D, INNER)}
+BIASES: dict[str, tuple[int, ...]] = {"up_bias": (2 * INNER,), "down_bias": (D,)}
 
 
 class ForeignLayer(nn.Module):
-    """`balancer` None is plain expert parallelism. Holds this rank's experts; all ranks make the same weights."""
+    """`balancer` None is plain expert parallelism. Holds this rank's experts; all ranks make the same weights.
+
+    Options: stacked: one tensor per weight, or one per expert. hooks: the optional calls of the library. numbered: the
+    host gives layers and microbatches a key. bias: see above. padded: each expert's rows are a multiple of 4, and rows
+    of NaN that belong to nobody follow. mesh: weights are DTensors over it.
+    """
 
     def __init__(
         self,
@@ -30,12 +39,17 @@ class ForeignLayer(nn.Module):
         heat: float = 2.0,
         stacked: bool = True,
         hooks: bool = True,
+        numbered: bool = True,
         kernel: str = "loop",
         dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        padded: bool = False,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.balancer, self.layer, self.hooks, self.kernel = balancer, layer, hooks, kernel
+        self.balancer, self.layer, self.hooks, self.numbered, self.kernel = balancer, layer, hooks, numbered, kernel
+        self.bias, self.padded, self.mesh = bias, padded, None if balancer is None else mesh
         number = E if balancer is None else balancer.num_physical_experts
         self.dispatcher = build_dispatcher(dispatcher, number, group)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(100 + layer)
@@ -43,21 +57,23 @@ class ForeignLayer(nn.Module):
         self.attention = nn.Parameter(make(D, D).to(dtype))
         self.gate = nn.Parameter(make(E, D).to(dtype))
         self.register_buffer("heat", torch.zeros(E).index_fill_(0, torch.arange(E // size), heat), persistent=False)
-        first, last = rank * E // size, (rank + 1) * E // size
-        up, down = make(E, 2 * INNER, D).to(dtype)[first:last].clone(), make(E, D, INNER).to(dtype)[first:last].clone()
-        if stacked:
-            self.up, self.down = nn.Parameter(up), nn.Parameter(down)
-        else:
-            self.up, self.down = (nn.ParameterList(nn.Parameter(w.clone()) for w in t) for t in (up, down))
+        self.weights = nn.ModuleDict()
+        for name, shape in (WEIGHTS | BIASES if bias else WEIGHTS).items():
+            mine = make(E, *shape).to(dtype)[rank * E // size : (rank + 1) * E // size].clone()
+            self.weights[name] = nn.ParameterList([mine] if stacked else [w.clone() for w in mine])
+        self.stacked = stacked
         self.num_routed = 0
 
-    def masters(self, weight: Any) -> Any:
-        return list(weight) if isinstance(weight, nn.ParameterList) else weight
+    def masters(self, name: str) -> Any:
+        tensors = list(self.weights[name])  # type: ignore[call-overload]
+        if not self.stacked:
+            return tensors
+        return tensors[0] if self.mesh is None else DTensor.from_local(tensors[0], self.mesh, [Shard(0)])
 
     def forward(self, x_TD: torch.Tensor, microbatch: int = 0) -> torch.Tensor:
-        up, down = self.masters(self.up), self.masters(self.down)
+        masters = {name: self.masters(name) for name in self.weights}
         if self.balancer is not None and self.hooks:
-            up, down = self.balancer.enter("up", up), self.balancer.enter("down", down)
+            masters = {name: self.balancer.enter(name, weight) for name, weight in masters.items()}
         x_TD = x_TD + torch.tanh(x_TD @ self.attention)
         scores_TE = (x_TD.float() @ self.gate.float().T).softmax(-1)
         ids_TK = (scores_TE.detach() + self.heat).topk(K).indices
@@ -65,32 +81,52 @@ class ForeignLayer(nn.Module):
         self.num_routed += 1
         if self.balancer is None:
             arrived = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-            hidden = self._products(arrived.rows_RD, self.up, arrived.counts_M)
-            out = self._products(self.activation(hidden), self.down, arrived.counts_M)
+            hidden = self.plain_product(arrived.rows_RD, arrived.counts_M, "up")
+            out = self.plain_product(self.activation(hidden), arrived.counts_M, "down")
             return x_TD + self.dispatcher.combine(out, arrived.handle)
-        step = self.balancer.route(ids_TK, key=(self.layer, microbatch))
-        attached_up, attached_down = step.attach("up", up), step.attach("down", down)
+        step = self.balancer.route(ids_TK, key=(self.layer, microbatch) if self.numbered else None)
+        attached = {name: step.attach(name, weight) for name, weight in masters.items()}
         arrived = self.dispatcher.dispatch(x_TD, step.physical_ids_TK, weights_TK)
         assert arrived.counts_M.tolist() == step.counts, "what is delivered is what was planned"
-        hidden = step.grouped_linear(arrived.rows_RD, arrived.counts_M, attached_up, self.kernel)
-        out = step.grouped_linear(self.activation(hidden), arrived.counts_M, attached_down, self.kernel)
-        y_TD = self.dispatcher.combine(out, arrived.handle)
+        rows, counts, places_R = arrived.rows_RD, arrived.counts_M, None
+        if self.padded:
+            rows, counts, places_R = pad(rows, step.counts)  # type: ignore[assignment]
+        hidden = step.grouped_linear(rows, counts, attached["up"], self.kernel, attached.get("up_bias"))
+        hidden = self.activation(hidden)
+        out = step.grouped_linear(hidden, counts, attached["down"], self.kernel, attached.get("down_bias"))
+        y_TD = self.dispatcher.combine(out if places_R is None else out[places_R], arrived.handle)
         return x_TD + (step.leave(y_TD) if self.hooks else y_TD)
 
-    @staticmethod
-    def activation(hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = hidden.chunk(2, -1)
-        return F.gelu(gate) * up  # not ours
+    def activation(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.bias:
+            gate, up = hidden.chunk(2, -1)
+            return F.gelu(gate) * up  # not ours
+        gate, up = hidden[:, ::2].clamp(max=0.7), hidden[:, 1::2].clamp(-0.7, 0.7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
-    @staticmethod
-    def _products(rows: torch.Tensor, weight: Any, counts: torch.Tensor) -> torch.Tensor:
-        parts = rows.split(counts.tolist())
-        return torch.cat([part @ w.T for part, w in zip(parts, weight)])
+    def plain_product(self, rows: torch.Tensor, counts: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.masters(name)
+        if not self.bias:
+            return torch.cat([part @ w.T for part, w in zip(rows.split(counts.tolist()), weight)])
+        weight, bias = (w if self.stacked else torch.stack(w) for w in (weight, self.masters(f"{name}_bias")))
+        one_more = F.pad(rows, (0, 0, 0, 1))  # grouped_mm refuses to work on no rows
+        out = F.grouped_mm(one_more, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))[:-1]
+        return out + bias.repeat_interleave(counts, 0)
+
+
+def pad(rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """Rows with room for a multiple of 4 for each expert and 3 rows of NaN behind, their counts, the rows' places."""
+    padded = [-(-count // 4) * 4 for count in counts]
+    starts = [sum(padded[:i]) for i in range(len(padded))]
+    places_R = torch.tensor([start + i for start, count in zip(starts, counts) for i in range(count)], dtype=torch.long)
+    more = rows.new_zeros(sum(padded) + 3, rows.shape[1])
+    more[sum(padded) :] = float("nan")
+    return more.index_put((places_R,), rows), padded, places_R
 
 
 def make_balancer(group: dist.ProcessGroup, slots: int = 1, dtype: torch.dtype = torch.float32, **config) -> Balancer:
     settings = BalanceConfig(**{"num_redundant_experts_per_rank": slots, "tolerance": 0.0, **config})
-    return Balancer(group, E, {"up": (2 * INNER, D), "down": (D, INNER)}, dtype, settings)
+    return Balancer(group, E, WEIGHTS | BIASES, dtype, settings)
 
 
 def tokens(rank: int, microbatch: int, number: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -3,6 +3,7 @@ host does around it. Several hosts share one start of the ranks."""
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distributed.balance_rig import E, ForeignLayer, make_balancer, tokens
+from distributed.balance_rig import BIASES, WEIGHTS, E, ForeignLayer, make_balancer, tokens
 from distributed.parity import relative
 from distributed.rig import Outcomes, run_scenarios
 from equipoise.balance import Balancer
@@ -65,13 +66,12 @@ def compare(group: dist.ProcessGroup, balancer: Balancer, numbers=(9, 5), **opti
     """Largest relative difference between balanced and plain layers, and what the balancer did."""
     rank = dist.get_rank(group)
     run, together = options.pop("run", run_plain), options.pop("together", "one by one")
-    freeze = options.pop("freeze", False)
+    frozen = options.pop("frozen", ())
     results = []
     for used in (None, balancer):
         layers = Layers(ForeignLayer(group, used, layer=index, **options) for index in range(3))
-        if freeze:
-            for layer in layers:
-                layer.up.requires_grad_(False), layer.down.requires_grad_(False)
+        for layer, name in product(layers, frozen):
+            layer.weights[name].requires_grad_(False)
         results.append(train(layers, list(numbers), rank, run, together))
     differences = [relative(a.float(), b.float()) for a, b in zip(results[1], results[0])]
     records = balancer.take_records()
@@ -101,17 +101,38 @@ HOSTS: dict[str, dict[str, Any]] = {
     "two in flight, one backward": {"together": "one backward"},
     "two in flight, checkpoint": {"together": "first first", "run": run_checkpointed(False)},
     "two in flight, reentrant checkpoint": {"together": "last first", "run": run_checkpointed(True)},
-    "frozen experts": {"freeze": True},
-    "frozen experts, checkpoint": {"freeze": True, "run": run_checkpointed(False)},
+    "frozen experts": {"frozen": ("up", "down")},
+    "frozen experts, checkpoint": {"frozen": ("up", "down"), "run": run_checkpointed(False)},
     "one token": {"numbers": (1,)},
     "balanced": {"heat": 0.0},
+    "no numbers": {"numbered": False},
+    "no numbers, checkpoint": {"numbered": False, "run": run_checkpointed(False)},
+    "no numbers, reentrant checkpoint": {"numbered": False, "run": run_checkpointed(True)},
+    "no numbers, two in flight, checkpoint": {
+        "numbered": False,
+        "run": run_checkpointed(False),
+        "together": "first first",
+    },
+    "bias": {"bias": True},
+    "bias, grouped_mm": {"bias": True, "kernel": "grouped_mm"},
+    "bias, weights one by one": {"bias": True, "stacked": False},
+    "bias, DTensors": {"bias": True, "mesh": "ep"},
+    "bias, without optional calls": {"bias": True, "hooks": False},
+    "bias, checkpoint": {"bias": True, "run": run_checkpointed(False)},
+    "bias, two in flight": {"bias": True, "together": "first first", "run": run_checkpointed(False)},
+    "bias, rows padded": {"bias": True, "padded": True},
+    "bias, rows padded, grouped_mm": {"bias": True, "padded": True, "kernel": "grouped_mm"},
+    "frozen bias": {"bias": True, "frozen": tuple(BIASES)},
+    "all frozen but a bias": {"bias": True, "frozen": (*WEIGHTS, "up_bias"), "run": run_checkpointed(False)},
+    "bias, one token": {"bias": True, "numbers": (1,)},
 }
 
 
 def hosts(world: World, meshes: Meshes) -> dict[str, Any]:
     """Every host on one balancer of one slot: its buffers are reused by all of them."""
     balancer = make_balancer(meshes.ep_group)
-    return {name: compare(meshes.ep_group, balancer, **options) for name, options in HOSTS.items()}
+    given = {name: options | ({"mesh": meshes.ep} if "mesh" in options else {}) for name, options in HOSTS.items()}
+    return {name: compare(meshes.ep_group, balancer, **options) for name, options in given.items()}
 
 
 SLOTS = {"two": {"slots": 2}, "as many as masters": {"slots": 4}, "in rounds": {"slots": 3, "reduction_rows": 1}}
@@ -128,14 +149,37 @@ def uneven_ranks(world: World, meshes: Meshes) -> dict[str, Any]:
         "idle rank 1": compare(meshes.ep_group, balancer, numbers=(6 * (1 - world.rank), 3)),
         "idle rank 0": compare(meshes.ep_group, balancer, numbers=(6 * world.rank,), run=run_checkpointed(False)),
         "no token": compare(meshes.ep_group, balancer, numbers=(0,)),
+        "idle rank 1, bias": compare(meshes.ep_group, balancer, numbers=(6 * (1 - world.rank),), bias=True),
+        "idle rank 0, bias": compare(
+            meshes.ep_group, balancer, numbers=(6 * world.rank,), bias=True, run=run_checkpointed(False)
+        ),
+        "no token, bias": compare(meshes.ep_group, balancer, numbers=(0,), bias=True),
     }
 
 
 def bfloat16(world: World, meshes: Meshes) -> dict[str, Any]:
     balancer = make_balancer(meshes.ep_group, dtype=torch.bfloat16)
     return {
-        kernel: compare(meshes.ep_group, balancer, dtype=torch.bfloat16, kernel=kernel)
-        for kernel in ("loop", "grouped_mm")
+        f"{kernel}, {bias}": compare(meshes.ep_group, balancer, dtype=torch.bfloat16, kernel=kernel, bias=bias)
+        for kernel, bias in product(("loop", "grouped_mm"), (False, True))
+    }
+
+
+def repeats(world: World, meshes: Meshes) -> list[list[torch.Tensor]]:
+    """The same training twice, with other uses of the slots between."""
+    balancer = make_balancer(meshes.ep_group, dtype=torch.bfloat16)
+    runs = []
+    for layer in (0, 3, 0):
+        layers = Layers([ForeignLayer(meshes.ep_group, balancer, layer=layer, bias=True, dtype=torch.bfloat16)])
+        runs.append(train(layers, [40, 9], world.rank, together="first first"))
+    return [runs[0], runs[2]]
+
+
+def four_ranks(world: World, meshes: Meshes) -> dict[str, Any]:
+    balancer = make_balancer(meshes.ep_group)
+    return {
+        "bias": compare(meshes.ep_group, balancer, bias=True, numbers=(11, 4 * (world.rank % 2))),
+        "bias, checkpoint": compare(meshes.ep_group, balancer, bias=True, run=run_checkpointed(False)),
     }
 
 
@@ -185,6 +229,7 @@ def refusals(world: World, meshes: Meshes) -> dict[str, str]:
         "name": attempt(lambda: step.attach("gate", wrong)),
         "dtype": attempt(lambda: step.attach("down", wrong)),
         "shape": attempt(lambda: step.attach("up", wrong.float())),
+        "bias": attempt(lambda: step.attach("up_bias", torch.zeros(4, 16))),
         "experts": attempt(lambda: Balancer(meshes.ep_group, 7, {"up": (2, 2)}, torch.float32)),
         "planner": attempt(lambda: make_balancer(meshes.ep_group, planner="best")),
     }
@@ -212,7 +257,7 @@ def runs_behind_attention(world: World, meshes: Meshes) -> list[str]:
     inner = balancer.pull_gradients
     balancer.pull_gradients = lambda step, name: order.append(f"send {name}") or inner(step, name)  # type: ignore
     layer.attention.register_hook(lambda g: order.append("attention"))
-    layer.up.register_hook(lambda g: order.append("masters of up"))
+    layer.weights["up"][0].register_hook(lambda g: order.append("masters of up"))
     x = Note.apply(tokens(world.rank, 0, 7).requires_grad_(), "start of the layer")
     layer(x).sum().backward()
     return order
@@ -220,7 +265,7 @@ def runs_behind_attention(world: World, meshes: Meshes) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two() -> Outcomes:
-    scenarios = [hosts, slots, uneven_ranks, bfloat16, leaves_nothing_behind, runs_behind_attention, refusals]
+    scenarios = [hosts, slots, uneven_ranks, bfloat16, repeats, leaves_nothing_behind, runs_behind_attention, refusals]
     return Outcomes(run_scenarios, 2, scenarios, ParallelConfig(ep_size=2), E)
 
 
@@ -247,8 +292,22 @@ def test_idle_ranks(two: Outcomes) -> None:
     for rank in two.of(uneven_ranks):
         assert max(found["difference"] for found in rank.values()) < 1e-5
         assert rank["idle rank 1"]["copies"] > 0
+        assert rank["idle rank 1, bias"]["copies"] > 0
+        assert rank["idle rank 0, bias"]["copies"] > 0
         assert rank["no token"]["copies"] == 0
         assert rank["no token"]["after"] == 1.0
+
+
+def test_bias_on_four_ranks_some_of_them_idle() -> None:
+    for rank in Outcomes(run_scenarios, 4, [four_ranks], ParallelConfig(ep_size=4), E).of(four_ranks):
+        for found in rank.values():
+            assert found["difference"] < 1e-5
+            assert found["copies"] > 0
+
+
+def test_the_same_training_gives_the_same_bits(two: Outcomes) -> None:
+    for first, second in two.of(repeats):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_bfloat16_within_its_precision(two: Outcomes) -> None:
@@ -276,6 +335,7 @@ def test_gradients_come_home_behind_attention(two: Outcomes) -> None:
 def test_refusals_say_what_was_given_and_what_to_do(two: Outcomes) -> None:
     for found in two.of(refusals):
         assert "made for up, down" in found["name"]
+        assert "4 masters of shape (48,)" in found["bias"]
         assert "torch.bfloat16" in found["dtype"]
         assert "torch.float32" in found["dtype"]
         assert "4 masters of shape (48, 16)" in found["shape"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from equipoise.balance.replicas import Masters
+from equipoise.balance.replicas import as_masters
 from equipoise.kernels.grouped_linear import choose_grouped_linear, loop_grouped_linear
 from equipoise.kernels.grouped_mlp import loop_mlp_backward, loop_mlp_forward, product_into
 
@@ -35,14 +35,9 @@ class Counts:
         return self.device[part].cumsum(0).to(torch.int32)
 
 
-def as_masters(tensors: Sequence[torch.Tensor]) -> Masters:
-    """The value that was flattened for autograd: one stacked tensor, or a tensor per master."""
-    return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 3 else list(tensors)
-
-
-def _matrices(tensors: Sequence[torch.Tensor], slots: torch.Tensor | None) -> list[torch.Tensor]:
-    """All local physical experts' matrices, without copies."""
-    masters = as_masters(tensors)
+def _experts(tensors: Sequence[torch.Tensor], slots: torch.Tensor | None, num_dims: int = 2) -> list[torch.Tensor]:
+    """All local physical experts' matrices (or biases, with `num_dims` 1), without copies."""
+    masters = as_masters(tensors, num_dims)
     return [*(masters.unbind() if isinstance(masters, torch.Tensor) else masters), *([] if slots is None else slots)]
 
 
@@ -54,7 +49,7 @@ class _FusedMLP(torch.autograd.Function):
         gate_up, down = masters[:num_gate_up], masters[num_gate_up:]
         ctx.step, ctx.names, ctx.counts, ctx.num_gate_up = step, (gate_up_name, down_name), counts, num_gate_up
         out_RD, hidden_RI = loop_mlp_forward(
-            rows_RD, _matrices(gate_up, step.slots(gate_up_name)), _matrices(down, step.slots(down_name)), counts
+            rows_RD, _experts(gate_up, step.slots(gate_up_name)), _experts(down, step.slots(down_name)), counts
         )
         ctx.save_for_backward(rows_RD, hidden_RI, *masters)
         return out_RD
@@ -74,15 +69,15 @@ class _FusedMLP(torch.autograd.Function):
             if any(wanted):
                 made = [torch.empty_like(t) for t in tensors]
                 grads.append(made)
-                destinations.append(_matrices(made, step.gradient_slots(name)))
+                destinations.append(_experts(made, step.gradient_slots(name)))
             else:
                 grads.append([None] * len(tensors))
                 destinations.append(None)
         grad_rows = loop_mlp_backward(
             grad_RD,
             rows_RD,
-            _matrices(gate_up, step.slots(gate_up_name)),
-            _matrices(down, step.slots(down_name)),
+            _experts(gate_up, step.slots(gate_up_name)),
+            _experts(down, step.slots(down_name)),
             hidden_RI,
             ctx.counts,
             want_rows,
@@ -122,7 +117,7 @@ class _DualProduct(torch.autograd.Function):
     @staticmethod
     def both(ctx, rows_A, rows_B, masters, slots, transposed: bool):
         out = []
-        for rows, weights, part in zip((rows_A, rows_B), (as_masters(masters), slots), ctx.parts):
+        for rows, weights, part in zip((rows_A, rows_B), (as_masters(masters, 2), slots), ctx.parts):
             if weights is None:
                 out.append(rows.new_zeros(rows.shape[0], masters[0].shape[-2 if transposed else -1]))
             elif ctx.grouped and rows.shape[0]:
@@ -145,7 +140,7 @@ class _DualProduct(torch.autograd.Function):
             return *grad_rows, None, None, None, None, *[None] * len(masters)
         grads = [torch.empty_like(t) for t in masters]
         slots = step.gradient_slots(ctx.name)
-        bases = [_matrices(grads, None), [] if slots is None else list(slots)]
+        bases = [_experts(grads, None), [] if slots is None else list(slots)]
         for grad, rows, destinations, part in zip((grad_A, grad_B), (rows_A, rows_B), bases, ctx.parts):
             counts = ctx.counts.host[part]
             products: Sequence[torch.Tensor] | None = None
@@ -176,6 +171,41 @@ def _split(rows: torch.Tensor, step: "Step", counts: Counts) -> Sequence[torch.T
     """Rows of masters and rows of replicas (and of nobody)."""
     first = sum(counts.host[: step.num_masters])
     return rows.split([first, rows.shape[0] - first])
+
+
+class _DualAddBias(torch.autograd.Function):
+    """Adds each row's expert's bias to the row, in place."""
+
+    @staticmethod
+    def forward(ctx, rows_RN, step, name, counts, *masters):
+        ctx.step, ctx.name, ctx.counts = step, name, counts
+        ctx.mark_dirty(rows_RN)
+        ctx.save_for_backward(*masters)
+        for rows, bias in zip(_by_expert(rows_RN, counts), _experts(masters, step.slots(name), 1)):
+            rows.add_(bias)
+        return rows_RN
+
+    @staticmethod
+    def backward(ctx, grad_RN):
+        masters = ctx.saved_tensors
+        if not any(ctx.needs_input_grad[4:]):
+            return grad_RN, None, None, None, *[None] * len(masters)
+        grads = [torch.empty_like(t) for t in masters]
+        destinations = _experts(grads, ctx.step.gradient_slots(ctx.name), 1)
+        for rows, destination in zip(_by_expert(grad_RN, ctx.counts), destinations):
+            destination.copy_(rows.sum(0, dtype=torch.float32))
+        ctx.step.send_gradients(ctx.name)
+        return grad_RN, None, None, None, *grads
+
+
+def _by_expert(rows: torch.Tensor, counts: Counts) -> Sequence[torch.Tensor]:
+    """The rows of each local physical expert, then those of nobody."""
+    return rows.split([*counts.host, rows.shape[0] - sum(counts.host)])
+
+
+def dual_add_bias(rows_RN: torch.Tensor, counts: Counts, bias: "Attached") -> torch.Tensor:
+    """The rows, which change in place, plus the bias [N] of their local physical expert. Differentiable in both."""
+    return _DualAddBias.apply(rows_RN, bias.step, bias.name, counts, *bias.tensors)
 
 
 def dual_linear(rows_RK: torch.Tensor, counts: Counts, attached: "Attached", kernel: str = "auto") -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Replica experts and the buffers that hold them: one set for all layers, allocated once, owned by the runtime.
 
 The buffers are no parameters and are in no state dict. Shapes: M masters and R replica slots per rank, N x K one
-expert's weight.
+expert's weight; where [.., N, K] is said of a weight, [.., N] holds for a bias.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,12 @@ import torch
 from equipoise.balance.plan import Placement
 
 Masters = torch.Tensor | Sequence[torch.Tensor]
-"""A rank's master weights of one name: stacked [M, N, K], or M tensors [N, K]."""
+"""A rank's master weights of one name: stacked [M, N, K], or M tensors [N, K]; of biases [M, N], or M tensors [N]."""
+
+
+def as_masters(tensors: Sequence[torch.Tensor], num_dims: int) -> Masters:
+    """The value that was flattened for autograd; `num_dims` of one expert's weight (2) or bias (1)."""
+    return tensors[0] if len(tensors) == 1 and tensors[0].dim() == num_dims + 1 else list(tensors)
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class ReplicaBuffers:
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, int]], num_slots: int, dtype: torch.dtype, reduction_rows: int
+        self, shapes: Mapping[str, tuple[int, ...]], num_slots: int, dtype: torch.dtype, reduction_rows: int
     ) -> None:
         self.shapes, self.num_slots, self.dtype, self.reduction_rows = dict(shapes), num_slots, dtype, reduction_rows
         self.device: torch.device | None = None

@@ -10,6 +10,7 @@ of forwards, recomputes and backwards is right, and the usual one pushes once fo
 backward, in advance. A recomputed forward and its backward share one push.
 """
 
+import math
 import time
 import weakref
 from collections import OrderedDict, deque
@@ -53,6 +54,11 @@ class LoadRecord:
     seconds: float
 
 
+def _in_backward() -> bool:
+    """Whether autograd is running: a forward is then one that is run again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Slots:
     """Who is in the slots, by weight name, and what is still on its way there."""
 
@@ -92,7 +98,7 @@ class Balancer:
         ep_group: the ranks that share one set of experts; expert e is at home on rank e // M. None: one rank. Give a
             mesh of one axis if the groups of the run may be parked.
         num_experts: logical experts E of a layer; the same for all layers.
-        weights: shape (N, K) of one expert's weight by name.
+        weights: shape of one expert's tensor by name: (N, K) of a weight, (N,) of a bias.
         dtype: dtype of the masters as they are computed with.
         config: see `BalanceConfig`.
         transport_group: group of the same ranks for weights and gradients of replicas; with NCCL a group of its own
@@ -109,7 +115,7 @@ class Balancer:
         self,
         ep_group: Group | None,
         num_experts: int,
-        weights: Mapping[str, tuple[int, int]],
+        weights: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         config: BalanceConfig | None = None,
         transport_group: Group | None = None,
@@ -161,8 +167,9 @@ class Balancer:
 
         Args:
             ids_TK: logical ids, int32 or int64; -1 goes nowhere.
-            key: (layer, microbatch); different for all that are in flight together. None: the step is for this
-                forward alone and has no recompute.
+            key: (layer, microbatch); different for all that are in flight together. None, where the host numbers no
+                microbatches: nothing is remembered, and a recomputed forward decides again, with the same result
+                unless the planner learns from earlier loads.
             counts_E: tokens of each expert on this rank, if the router has counted them.
 
         One host sync on an accelerator: the load matrix [P, E] is read, since the placement decides what is sent.
@@ -171,7 +178,7 @@ class Balancer:
             RuntimeError: a recompute whose step is unknown, or that chose other experts.
             PlanError: a planner of your own broke an invariant.
         """
-        if key is not None and torch._C._current_graph_task_id() != -1:
+        if key is not None and _in_backward():
             with unseen():
                 return self._recall(ids_TK, key)
         with torch.no_grad(), unseen():
@@ -195,7 +202,8 @@ class Balancer:
             send, recv = (x.to(ids_TK.device, non_blocking=True) for x in (plan.send, plan.recv))
             on_device = BalancePlan(placement, send, recv, plan.rank)
         step = Step(self, key, ids_TK, reroute(ids_TK, on_device), plan)
-        self._record(step, load_PE, time.perf_counter() - started)
+        if not _in_backward():
+            self._record(step, load_PE, time.perf_counter() - started)
         return step
 
     def remember(self, step: Step) -> None:
@@ -253,7 +261,7 @@ class Balancer:
                 int(before.max()) / mean if total else 1.0,
                 int(after.max()) / mean if total else 1.0,
                 copies,
-                copies * sum(n * k for n, k in self.buffers.shapes.values()) * self.dtype.itemsize,
+                copies * sum(map(math.prod, self.buffers.shapes.values())) * self.dtype.itemsize,
                 seconds,
             )
         )

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from equipoise.balance.compute import Counts, as_masters, dual_linear, dual_mlp
+from equipoise.balance.compute import Counts, dual_add_bias, dual_linear, dual_mlp
 from equipoise.balance.plan import BalancePlan
-from equipoise.balance.replicas import Masters, replicas_of
+from equipoise.balance.replicas import Masters, as_masters, replicas_of
 from equipoise.balance.transport.base import GradientPull
 from equipoise.errors import ConfigError, PlanError
 
@@ -126,8 +126,8 @@ class Step:
 
         Args:
             name: one of the balancer's weight names.
-            masters: stacked [M, N, K] or M tensors [N, K], plain or DTensors of which this rank's part is meant, in the
-                balancer's dtype; or what `Balancer.enter` gave.
+            masters: stacked [M, N, K] or M tensors [N, K] (of a bias [M, N] or M tensors [N]), plain or DTensors of
+                which this rank's part is meant, in the balancer's dtype; or what `Balancer.enter` gave.
 
         Raises:
             ConfigError: an unknown name, or masters of another shape or dtype.
@@ -142,15 +142,20 @@ class Step:
             raise ConfigError(f"masters that entered as {masters.link.name!r} are attached as {name!r}")
         balancer.check_masters(name, masters.tensors)
         masters.link.step = self
-        self._masters[name] = as_masters([t.detach() for t in masters.tensors])
+        self._masters[name] = as_masters([t.detach() for t in masters.tensors], self._num_dims(name))
         if self.replicas:
             balancer.slots.hold(self, name)
         return Attached(self, name, masters.tensors)
 
     def grouped_linear(
-        self, rows_RK: torch.Tensor, counts: torch.Tensor | Sequence[int], weight: Attached, kernel: str = "auto"
+        self,
+        rows_RK: torch.Tensor,
+        counts: torch.Tensor | Sequence[int],
+        weight: Attached,
+        kernel: str = "auto",
+        bias: Attached | None = None,
     ) -> torch.Tensor:
-        """rows_RN: each row times the weight [N, K] of its local physical expert.
+        """rows_RN: each row times the weight [N, K] of its local physical expert, plus that expert's bias [N].
 
         Args:
             rows_RK: rows grouped by local physical expert, masters first; rows past the counts belong to nobody.
@@ -158,8 +163,11 @@ class Step:
                 tensor on an accelerator has to equal it, which saves a host sync.
             weight: from `attach`.
             kernel: `auto`, `loop` or `grouped_mm`.
+            bias: from `attach`. It is added in the rows' dtype; its gradient is a sum over rows in FP32.
         """
-        return dual_linear(rows_RK, self._counts(counts, rows_RK.device), weight, kernel)
+        known = self._counts(counts, rows_RK.device)
+        rows_RN = dual_linear(rows_RK, known, weight, kernel)
+        return rows_RN if bias is None else dual_add_bias(rows_RN, known, bias)
 
     def grouped_mlp(
         self,
@@ -197,6 +205,9 @@ class Step:
         dense_TI = weights_TK.new_zeros(ids_TK.shape[0], self._balancer.num_physical_experts + 1)
         ids_TK = torch.where(ids_TK < 0, dense_TI.shape[1] - 1, ids_TK)
         return dense_TI.scatter_add(1, ids_TK, weights_TK)[:, :-1]
+
+    def _num_dims(self, name: str) -> int:
+        return len(self._balancer.buffers.shapes[name])
 
     # What the compute asks for. Every rank asks in the same order.
 
@@ -239,7 +250,7 @@ class Step:
         if pull is None:
             return tuple(grads)
         grads = [g.contiguous() for g in grads]
-        rows = as_masters(grads)
+        rows = as_masters(grads, self._num_dims(name))
         rounded: dict[int, torch.Tensor] = {}
 
         def add(local: int, gradient: torch.Tensor) -> None:
