@@ -57,3 +57,13 @@ def test_imports_go_one_way(path: Path) -> None:
     assert package in LEVEL, f"{package} has no place in LAYERS; add it where it belongs"
     for other in imported_packages(path) - {package}:
         assert LEVEL[other] < LEVEL[package], f"{path.relative_to(SRC)} must not import equipoise.{other}"
+        assert other != "integrations", "only users import an integration"
+
+
+def test_integrations_use_the_library_alone() -> None:
+    """What they import is what a framework's user would write."""
+    library = {"config", "errors", "balance_config", "accelerator", "distributed", "balance", "dispatch"}
+    files = [path for path in FILES if path.relative_to(SRC).parts[0] == "integrations"]
+    assert len(files) > 1
+    for path in files:
+        assert imported_packages(path) - {"integrations"} <= library, path

@@ -1,0 +1,1 @@
+"""Balancing in other frameworks. Importing a module here imports no framework; its `register` does."""
