@@ -73,5 +73,5 @@ def register(config: BalanceConfig | None = None, name: str = "equipoise") -> No
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface as Registry
     except ImportError as error:
-        raise ConfigError(f"balancing in transformers needs its version 5.24 or later: {error}") from error
+        raise ConfigError(f"balancing in transformers needs its version 5.23 or later: {error}") from error
     Registry.register(name, partial(BalancedEP, config=config))
