@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": E},
     "GptOss": {"intermediate_size": 24, "num_local_experts": E},  # biases, transposed and interleaved weights
 }
+LIMITS = {"Qwen3Moe": 1e-5, "GptOss": 3e-5}  # the gradient of gpt-oss's router bias nearly cancels
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {
     "no checkpointing": None,
     "checkpointing": {},
@@ -137,9 +138,9 @@ def two(_needs_transformers: None, tmp_path_factory: pytest.TempPathFactory) -> 
     return run_ranks(compare, 2, folders, {"ep_size": 2, "fsdp_size": 2}, {"ep_size": 2, "tp_size": 2}, deadline_s=200)
 
 
-def check(found: dict[str, Any]) -> None:
+def check(found: dict[str, Any], limit: float) -> None:
     difference, _ = found["worst"]
-    assert difference <= 1e-5, found
+    assert difference <= limit, found
     assert found["copies"] > 0
     assert found["forwards"] == 2 * 2, "a recompute is no forward of its own"
 
@@ -148,7 +149,7 @@ def check(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_without_balancing(two: list[dict[str, Any]], name: str, checkpointing: str) -> None:
     for rank in two:
-        check(rank[f"{name}, {checkpointing}"])
+        check(rank[f"{name}, {checkpointing}"], LIMITS[name])
 
 
 def test_tensor_parallelism_is_refused(two: list[dict[str, Any]]) -> None:
@@ -162,7 +163,7 @@ def test_experts_that_fsdp_gathers(tmp_path: Path) -> None:
     folder = save_with_a_hot_rank("Qwen3Moe", tmp_path)
     for rank in run_ranks(compare, 4, [folder], {"ep_size": 2, "fsdp_size": 4}, deadline_s=280):
         for found in rank.values():
-            check(found)
+            check(found, LIMITS["Qwen3Moe"])
 
 
 def run_example(source: str, folder: Path) -> str:
