@@ -82,7 +82,8 @@ def make_batch(index: int, length: int) -> Batch:
 
 @dataclass(frozen=True)
 class Trained:
-    """What three steps gave: losses, norms, gradients of each step (unclipped), final parameters."""
+    """What three steps gave: losses (with that of multi-token prediction), norms, gradients of each step (unclipped),
+    final parameters."""
 
     losses: list[float]
     norms: list[float]
@@ -116,6 +117,8 @@ def train_plainly(case: Case, world_size: int, steps: int = 3) -> Trained:
         total = sum(b.num_valid_tokens for b in batches)
         outputs = [model(b.input_ids, b.labels) for b in batches]
         loss = sum(output.loss_sum for output in outputs) / total
+        if case.model.num_nextn_predict_layers:
+            loss = loss + case.model.mtp_loss_coef * sum(output.mtp_loss_sum for output in outputs) / total
         loss.backward()
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)))
@@ -167,7 +170,7 @@ def train_in_parallel(case: Case, world: World, steps: int = 3, meshes: Meshes |
         gradients.append({n: whole(p.grad).clone() for n, p in model.named_parameters() if p.requires_grad})
         result, norm = runner.reduce(sums, counts, total, stop=False)
         runner.update(result, norm, OPTIMIZER.lr)
-        losses.append(result.loss)
+        losses.append(result.loss + case.model.mtp_loss_coef * result.mtp_loss)
         norms.append(result.grad_norm)
         copies += result.balance.copies if result.balance is not None else 0
     parameters = {n: whole(p.detach()).clone() for n, p in model.named_parameters()}

@@ -126,8 +126,8 @@ def save_and_load(world: World, meshes: Meshes, num_experts: int, **sizes: int) 
 
 
 def uneven_shards(world: World, meshes: Meshes) -> dict[str, Any]:
-    """C24: 6 experts, EP 2, inner shard 2: [2, 1]."""
-    return save_and_load(world, meshes, 6)
+    """C24: 6 experts, EP 2, inner shard 2: [2, 1]. With a multi-token-prediction layer."""
+    return save_and_load(world, meshes, 6, num_nextn_predict_layers=1)
 
 
 def empty_shards(world: World, meshes: Meshes) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def test_the_page_lists_every_field() -> None:
     layers = load.pop("layers")
     written = {*load, *(f"layers.{name}" for name in layers), *timer.finish_step()}
     written |= throughput_metrics(1, 1.0, 1, 1.0, Peak(1.0, "setting")).keys()
-    written |= {"step", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens", "memory_peak_bytes"}
+    written |= {"step", "loss", "aux_loss", "z_loss", "mtp_loss", "grad_norm", "lr", "tokens", "memory_peak_bytes"}
     written |= {"eval_loss", "eval_nats_per_byte", "nonfinite"}
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}

@@ -54,6 +54,14 @@ def test_matrices_agree_with_torchs_own_count() -> None:
     assert counter.get_total_flops() == 6 * active_parameters(SMALL)
 
 
+def test_a_layer_that_predicts_a_further_token_has_its_projection_and_the_head_once_more() -> None:
+    one = SMALL.model_copy(update={"num_nextn_predict_layers": 1})
+    attention, moe = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8, 8 * 5 + 2 * 3 * 8 * 6 + 1 * 3 * 8 * 6
+    assert active_parameters(one) - active_parameters(SMALL) == attention + moe + 16 * 8 + 10 * 8
+    attention_flops = 4 * (1 + 2 + 3) * 2 * (4 + 4) * 2 * 3
+    assert 3 * (flops_per_token(one, 3) - 6 * active_parameters(one)) == attention_flops
+
+
 def test_a_top_k_of_all_experts_counts_all() -> None:
     every = SMALL.model_copy(update={"num_experts_per_tok": 5})
     assert active_parameters(every) - active_parameters(SMALL) == 2 * 3 * 3 * 8 * 6

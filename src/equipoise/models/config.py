@@ -71,6 +71,12 @@ class ModelConfig(Config):
     """Whether the attention projections have a bias."""
     tie_word_embeddings: bool = False
     """Whether the output projection is the embedding."""
+    num_nextn_predict_layers: int = Field(0, ge=0)
+    """Multi-token prediction (DeepSeek-V3): layers behind the others, each of which predicts one more token ahead while
+    training; 0 switches it off."""
+    mtp_loss_coef: PositiveFloat = 0.3
+    """Weight of the multi-token-prediction loss (mean over its layers). DeepSeek-V3's lambda: 0.3 for 10 T tokens, then
+    0.1 (technical report, section 4.2)."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
 
@@ -116,12 +122,16 @@ class ModelConfig(Config):
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Indices of the MoE layers, by the rule of transformers' Qwen3-MoE."""
-        return tuple(
-            i
-            for i in range(self.num_hidden_layers)
-            if i not in self.mlp_only_layers and (i + 1) % self.decoder_sparse_step == 0
-        )
+        """Indices of the MoE layers, by the rule of transformers' Qwen3-MoE; those that predict further tokens are of
+        the kind of the last layer before them."""
+        main = self.num_hidden_layers
+        sparse = [i for i in range(main) if i not in self.mlp_only_layers and (i + 1) % self.decoder_sparse_step == 0]
+        return (*sparse, *(range(main, self.num_layers) if main - 1 in sparse else ()))
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers with those that predict further tokens, which come last."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
 
     @property
     def router(self) -> RouterConfig:

@@ -3,6 +3,7 @@
 Shapes: B sequences, S tokens, D features, V vocabulary, T = B * S.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,13 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from equipoise.dispatch import build_dispatcher
-from equipoise.models.attention import Attention, AttentionMask, document_mask, rotary_tables
+from equipoise.models.attention import document_mask, rotary_tables
 from equipoise.models.config import ModelConfig
-from equipoise.models.recompute import Recompute, recompute_context
-from equipoise.moe.experts import ExpertKernel, Experts
-from equipoise.moe.layer import MoELayer
-from equipoise.moe.router import Router, Routing
+from equipoise.models.layer import DecoderLayer
+from equipoise.models.mtp import MTPLayer, shift_left, tokens_in_reach
+from equipoise.moe.experts import ExpertKernel
+from equipoise.moe.router import Routing
 
 IGNORED_LABEL = -100
 """Label of a position that takes no part in the loss (as in transformers)."""
@@ -30,97 +30,28 @@ class ModelOutput(NamedTuple):
 
     loss_sum: float32 scalar, cross-entropy summed over the valid labels (nats); None without labels.
     logits: [B, S, V]; None when labels were given (they are never held whole then).
-    routings: one entry per MoE layer, in layer order.
+    routings: one entry per MoE layer that ran, in layer order.
+    mtp_loss_sum: float32 scalar, the same sum as `loss_sum` for each multi-token-prediction layer, mean over them; None
+        without such layers, without labels, and in evaluation mode: they run for the training loss alone.
     """
 
     loss_sum: torch.Tensor | None
     logits: torch.Tensor | None
     routings: list[Routing]
-
-
-class FeedForward(nn.Module):
-    """SwiGLU feed-forward network: a dense layer, or the shared experts of an MoE layer."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def build_moe_layer(config: ModelConfig, expert_kernel: ExpertKernel) -> MoELayer:
-    """An MoE layer with all experts here and the local dispatcher; expert parallelism replaces both later."""
-    shared = None
-    if config.n_shared_experts:
-        shared = FeedForward(config.hidden_size, config.n_shared_experts * config.moe_intermediate_size)
-    return MoELayer(
-        Router(config.router),
-        Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, expert_kernel),
-        shared,
-        build_dispatcher("local", config.num_experts, None),
-    )
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward with pre-norm residuals. Returns the routing as well when the layer is MoE."""
-
-    def __init__(self, config: ModelConfig, index: int, expert_kernel: ExpertKernel) -> None:
-        super().__init__()
-        self.is_moe = index in config.moe_layers
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp: nn.Module
-        if self.is_moe:
-            self.mlp = build_moe_layer(config, expert_kernel)
-        else:
-            self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
-        self.recompute: Recompute = "none"
-
-    def forward(
-        self,
-        x_BSD: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        mask: AttentionMask,
-        valid_BS: torch.Tensor | None,
-        microbatch: int = 0,
-    ) -> tuple[torch.Tensor, Routing | None]:
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._run(x_BSD, rotary, mask, valid_BS, microbatch)
-        return checkpoint(
-            self._run,
-            x_BSD,
-            rotary,
-            mask,
-            valid_BS,
-            microbatch,
-            use_reentrant=False,
-            preserve_rng_state=False,  # nothing here draws random numbers
-            context_fn=recompute_context(self.recompute),
-        )
-
-    def _run(self, x_BSD, rotary, mask, valid_BS, microbatch: int) -> tuple[torch.Tensor, Routing | None]:
-        balancing = self.mlp.balancing if isinstance(self.mlp, MoELayer) else None
-        entered = None if balancing is None else balancing.enter()  # before attention: its backward is then the last
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, mask)
-        normed = self.post_attention_layernorm(x_BSD)
-        if self.is_moe:
-            y_BSD, routing = self.mlp(normed, valid_BS, microbatch, entered)
-            return x_BSD + y_BSD, routing
-        return x_BSD + self.mlp(normed), None
+    mtp_loss_sum: torch.Tensor | None = None
 
 
 class Decoder(nn.Module):
-    """Embedding, decoder layers and final norm."""
+    """Embedding, decoder layers and final norm. Multi-token-prediction layers are the last of `layers`."""
 
     def __init__(self, config: ModelConfig, expert_kernel: ExpertKernel = "auto") -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, expert_kernel) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            (DecoderLayer if i < config.num_hidden_layers else MTPLayer)(config, i, expert_kernel)
+            for i in range(config.num_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
@@ -130,34 +61,52 @@ class Decoder(nn.Module):
         document_ids_BS: torch.Tensor | None,
         valid_BS: torch.Tensor | None,
         microbatch: int = 0,
-    ) -> tuple[torch.Tensor, list[Routing]]:
-        x_BSD = self.embed_tokens(input_ids_BS)
+        reach: Sequence[torch.Tensor] = (),
+    ) -> tuple[list[torch.Tensor], list[Routing]]:
+        """Hidden states [B, S, D] of the model and of each multi-token-prediction layer, and the routings of all.
+
+        `reach` has a mask from `tokens_in_reach` for each of those layers, or nothing and they do not run.
+        """
+        x_BSD = embedded_BSD = self.embed_tokens(input_ids_BS)
         if position_ids_BS is None:
             position_ids_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
         rotary = rotary_tables(position_ids_BS, self.config.head_dim, self.config.rope_theta, x_BSD.dtype)
         mask = document_mask(document_ids_BS)
-        routings = []
-        for layer in self.layers:
+        num_main, routings = self.config.num_hidden_layers, []
+        for layer in self.layers[:num_main]:
             x_BSD, routing = layer(x_BSD, rotary, mask, valid_BS, microbatch)
-            if routing is not None:
-                routings.append(routing)
-        return self.norm(x_BSD), routings
+            routings.append(routing)
+        hiddens = [self.norm(x_BSD)]
+        for layer, reach_BS in zip(self.layers[num_main:], reach):
+            embedded_BSD = shift_left(embedded_BSD)
+            x_BSD, routing = layer(hiddens[-1], embedded_BSD, rotary, mask, reach_BS, microbatch)
+            hiddens.append(x_BSD)
+            routings.append(routing)
+        return hiddens, [routing for routing in routings if routing is not None]
 
 
 class LMHead(nn.Linear):
     """Output projection, with a loss that never holds more than a bounded number of logits."""
 
-    def forward(self, x_BSD: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits without labels; with labels the summed cross-entropy in FP32."""
-        if labels_BS is None:
+    def forward(  # type: ignore[override]
+        self, *hiddens_BSD: torch.Tensor, labels_BS: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Logits of one hidden state; with labels for each, the summed cross-entropy of each in FP32.
+
+        One call serves all of a forward: an FSDP unit that holds it reduces its gradient once.
+        """
+        if not labels_BS:
+            (x_BSD,) = hiddens_BSD
             return super().forward(x_BSD)
-        x_TD, labels_T = x_BSD.flatten(0, 1), labels_BS.flatten()
         chunk = max(1, _LOSS_CHUNK_ELEMENTS // self.out_features)
-        if x_TD.shape[0] <= chunk:
-            return self._loss_sum(x_TD, labels_T)
-        parts = zip(x_TD.split(chunk), labels_T.split(chunk))
+        whole = sum(labels.numel() for labels in labels_BS) <= chunk
+        pairs = [(x.flatten(0, 1), labels.flatten()) for x, labels in zip(hiddens_BSD, labels_BS, strict=True)]
+        return [self._loss_sum(*pair) if whole else self._loss_sum_in_chunks(*pair, chunk) for pair in pairs]
+
+    def _loss_sum_in_chunks(self, x_TD: torch.Tensor, labels_T: torch.Tensor, chunk: int) -> torch.Tensor:
         losses = [
-            checkpoint(self._loss_sum, x, labels, use_reentrant=False, preserve_rng_state=False) for x, labels in parts
+            checkpoint(self._loss_sum, x, labels, use_reentrant=False, preserve_rng_state=False)
+            for x, labels in zip(x_TD.split(chunk), labels_T.split(chunk))
         ]
         return torch.stack(losses).sum()
 
@@ -196,7 +145,14 @@ class MoEForCausalLM(nn.Module):
             valid_BS: bool, False for padding tokens, which no expert sees and no statistic counts; None means all.
             microbatch: number that tells this forward from others whose backward is still to come.
         """
-        hidden_BSD, routings = self.model(input_ids_BS, position_ids_BS, document_ids_BS, valid_BS, microbatch)
+        depths = self.config.num_nextn_predict_layers if self.training and labels_BS is not None else 0
+        reach = tokens_in_reach(input_ids_BS, document_ids_BS, valid_BS, depths)
+        hiddens, routings = self.model(input_ids_BS, position_ids_BS, document_ids_BS, valid_BS, microbatch, reach)
         if labels_BS is None:
-            return ModelOutput(None, self.lm_head(hidden_BSD), routings)
-        return ModelOutput(self.lm_head(hidden_BSD, labels_BS), None, routings)
+            return ModelOutput(None, self.lm_head(*hiddens), routings)
+        labels = [labels_BS]
+        for reach_BS in reach:
+            labels_BS = shift_left(labels_BS, IGNORED_LABEL)
+            labels.append(labels_BS.masked_fill(~reach_BS, IGNORED_LABEL))
+        loss_sum, *ahead = self.lm_head(*hiddens, labels_BS=labels)
+        return ModelOutput(loss_sum, None, routings, torch.stack(ahead).mean() if ahead else None)

@@ -22,9 +22,11 @@ from equipoise.distributed.mesh import Meshes
 from equipoise.kernels.grouped_linear import choose_grouped_linear
 from equipoise.models.config import ModelConfig
 from equipoise.models.initialize import initialize_module
-from equipoise.models.model import DecoderLayer, ExpertKernel, MoEForCausalLM
+from equipoise.models.layer import DecoderLayer
+from equipoise.models.model import MoEForCausalLM
+from equipoise.models.mtp import MTPLayer
 from equipoise.models.recompute import Recompute
-from equipoise.moe.experts import Experts
+from equipoise.moe.experts import ExpertKernel, Experts
 from equipoise.moe.layer import MoELayer
 
 if TYPE_CHECKING:
@@ -119,6 +121,8 @@ def build_parallel_model(
             dense = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, mlp.gate]
             if mlp.shared_experts is not None:
                 dense.append(mlp.shared_experts)
+            if isinstance(layer, MTPLayer):  # modules that are called: a unit waits for each of its list
+                dense += [layer.hnorm, layer.enorm, layer.eh_proj, layer.shared_head.norm]
             shard(dense, meshes.dense, reshard=reshard_after_forward)
             shard(layer, meshes.expert_fsdp, reshard=reshard_after_forward, shard_placement_fn=placement)
         else:

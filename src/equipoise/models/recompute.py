@@ -6,7 +6,7 @@ cannot decide differently from the first.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils import checkpoint
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from equipoise.kernels.select_experts import select_experts
 
 Recompute = Literal["none", "full", "selective"]
+T = TypeVar("T")
 
 _DECISIONS = {torch.ops.equipoise.select_experts.default}
 _COSTLY = {
@@ -44,6 +45,15 @@ def recompute_context(mode: Recompute) -> Callable[[], Any]:
     """`context_fn` for `torch.utils.checkpoint`: `full` recomputes all but routing decisions, `selective` also keeps
     the results of dense products and attention."""
     return partial(create_selective_checkpoint_contexts, partial(_policy, mode))
+
+
+def recomputed(mode: Recompute, run: Callable[..., T], *inputs: Any) -> T:
+    """`run(*inputs)`, whose backward runs it again unless the mode is `none`. It may draw no random numbers."""
+    if mode == "none" or not torch.is_grad_enabled():
+        return run(*inputs)
+    return checkpoint.checkpoint(
+        run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=recompute_context(mode)
+    )
 
 
 assert select_experts is not None  # importing it registers the operator named above

@@ -95,6 +95,12 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
             f"train.sequence_length is {loop.sequence_length}, longer than model.max_position_embeddings "
             f"{model.max_position_embeddings}: shorten the one or raise the other"
         )
+    if loop.sequence_length <= model.num_nextn_predict_layers:
+        raise ConfigError(
+            f"model.num_nextn_predict_layers is {model.num_nextn_predict_layers} but train.sequence_length is "
+            f"{loop.sequence_length}: the last of these layers would have nothing to predict. Choose at most "
+            f"{loop.sequence_length - 1}, or longer sequences"
+        )
     if loop.global_batch_size % world_size:
         low = max(1, loop.global_batch_size // world_size) * world_size
         raise ConfigError(

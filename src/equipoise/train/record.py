@@ -33,6 +33,8 @@ class StepRecorder:
         layout = f"ep {axes.ep} x efsdp {axes.efsdp}"
         if axes.replicate > 1:
             layout += f" x replicate {axes.replicate}"
+        ahead = self.config.model.num_nextn_predict_layers
+        mtp = f", {ahead} multi-token-prediction layer{'s' * (ahead > 1)}" if ahead else ""
         chosen = selection_report()
         synthetic = self.config.synthetic_routing
         measured_only = (
@@ -46,7 +48,7 @@ class StepRecorder:
             *measured_only,
             f"accelerator: {chosen['winner']} ({chosen['reason']})",
             f"model: {total:.1f} M parameters, {active:.1f} M active per token, "
-            f"{self.config.model.num_experts} experts, top {self.config.model.num_experts_per_tok}",
+            f"{self.config.model.num_experts} experts, top {self.config.model.num_experts_per_tok}{mtp}",
             f"ranks: {axes.world} on {self.world.accelerator.device_name()}, {layout}; compute in "
             f"{str(self.dtype).removeprefix('torch.')}",
             f"batch: {loop.global_batch_size} sequences of {loop.sequence_length} tokens = "
@@ -76,4 +78,6 @@ class StepRecorder:
             fields["aux_loss"] = result.aux_loss
         if self.config.model.router_z_loss_coef > 0:
             fields["z_loss"] = result.z_loss
+        if self.config.model.num_nextn_predict_layers:
+            fields["mtp_loss"] = result.mtp_loss
         return fields

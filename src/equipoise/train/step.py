@@ -55,6 +55,7 @@ class StepResult:
     """What a step gave, equal on every rank.
 
     loss: mean cross-entropy per valid token, nats. aux_loss, z_loss: mean over MoE layers, before their weights.
+    mtp_loss: mean over the multi-token-prediction layers of their cross-entropy sum / `num_tokens`, before its weight.
     counts_LE: int64 tokens of each expert over all ranks and microbatches.
     rank_imbalance_L: max over mean of the rank loads in an EP group, mean over microbatches and EP groups.
     rank_imbalance_max: the largest of any layer, microbatch and EP group.
@@ -64,6 +65,7 @@ class StepResult:
     loss: float
     aux_loss: float
     z_loss: float
+    mtp_loss: float
     grad_norm: float
     num_tokens: int
     counts_LE: torch.Tensor
@@ -100,37 +102,45 @@ class TrainStep:
         for layer in self.layers:
             layer.gate.synthetic = None if workload is None else workload.routing(step, rank)
 
-    def forward_backward(self, batches: list[Batch], num_tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def forward_backward(self, batches: list[Batch], num_tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Accumulates gradients of the step's loss over this rank's microbatches.
 
         The loss is the sum over tokens divided by `num_tokens`, the valid tokens of the whole step on all ranks;
-        auxiliary losses weigh each microbatch by its share of those tokens. So gradients add up over ranks and
+        multi-token prediction, which has fewer targets, is divided by the same number (as in DeepSeek-V3's report).
+        Auxiliary losses weigh each microbatch by its share of those tokens. So gradients add up over ranks and
         microbatches to those of one large batch.
 
         Returns:
-            This rank's sums of [cross-entropy, aux, z] (already divided), and counts_NLE int64.
+            This rank's sums of the losses (already divided, before their weights), and counts_NLE int64.
         """
         config = self.model.config
+        weights = {
+            "aux_loss": config.router_aux_loss_coef,
+            "z_loss": config.router_z_loss_coef,
+            "mtp_loss": config.mtp_loss_coef,
+        }
         if self.balancer is not None:
             self.balancer.take_records()  # of evaluations
-        sums = [torch.zeros((), device=self.device) for _ in range(3)]
+        sums = {name: torch.zeros((), device=self.device) for name in ("loss", *weights)}
         counts = []
         for number, batch in enumerate(batches):
             with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
                 output = run_model(self.model, batch, self.device, number)
                 assert output.loss_sum is not None
                 share = batch.num_valid_tokens / num_tokens
-                terms = [output.loss_sum / num_tokens]
+                terms = {"loss": output.loss_sum / num_tokens}
                 if output.routings:
-                    terms.append(torch.stack([r.aux_loss for r in output.routings]).mean() * share)
-                    terms.append(torch.stack([r.z_loss for r in output.routings]).mean() * share)
+                    terms["aux_loss"] = torch.stack([r.aux_loss for r in output.routings]).mean() * share
+                    terms["z_loss"] = torch.stack([r.z_loss for r in output.routings]).mean() * share
                     counts.append(torch.stack([r.counts_E for r in output.routings]))
-                loss = terms[0]
-                for term, weight in zip(terms[1:], (config.router_aux_loss_coef, config.router_z_loss_coef)):
-                    if weight:
-                        loss = loss + weight * term
-                for total, term in zip(sums, terms):
-                    total += term.detach()
+                if output.mtp_loss_sum is not None:
+                    terms["mtp_loss"] = output.mtp_loss_sum / num_tokens
+                loss = terms["loss"]
+                for name, weight in weights.items():
+                    if weight and name in terms:
+                        loss = loss + weight * terms[name]
+                for name, term in terms.items():
+                    sums[name] += term.detach()
             with self.timer.phase("backward"), self.operation(f"backward of microbatch {number}"):
                 loss.backward()
         shape = (len(batches), len(self.layers), config.num_experts)
@@ -138,7 +148,7 @@ class TrainStep:
         return sums, counts_NLE
 
     def reduce(
-        self, sums: list[torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool
+        self, sums: dict[str, torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool
     ) -> tuple[StepResult, torch.Tensor]:
         """Sums a step's results over the ranks; returns them and the gradient norm as a device scalar."""
         sizes, everyone = self.meshes.sizes, self.meshes.world_group
@@ -159,25 +169,26 @@ class TrainStep:
         largest = torch.stack(maxima)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=everyone)
         norm = global_grad_norm(self.parameters, self.meshes.shard_group)
-        loss, aux, z, counts_LE, imbalance_L, *balance_sums = all_reduce_sum(
-            [*sums, counts_NLE.sum(0), imbalance_NL.mean(0) / sizes.world, *balance_sums], everyone
+        loss, aux, z, mtp, counts_LE, imbalance_L, *balance_sums = all_reduce_sum(
+            [*sums.values(), counts_NLE.sum(0), imbalance_NL.mean(0) / sizes.world, *balance_sums], everyone
         )
         # The step's one wait for the device: whether the update may be made has to be known on the host.
-        scalars = [torch.stack([loss, aux, z, norm, *largest]), *(x.reshape(-1) for x in balance_sums[1:])]
+        scalars = [torch.stack([loss, aux, z, mtp, norm, *largest]), *(x.reshape(-1) for x in balance_sums[1:])]
         values = torch.cat(scalars).tolist()
         balance = None
         if self.balancer is not None:
-            balance = BalanceResult(balance_sums[0], *values[6:])
+            balance = BalanceResult(balance_sums[0], *values[7:])
         result = StepResult(
             loss=values[0],
             aux_loss=values[1],
             z_loss=values[2],
-            grad_norm=values[3],
+            mtp_loss=values[3],
+            grad_norm=values[4],
             num_tokens=num_tokens,
             counts_LE=counts_LE,
             rank_imbalance_L=imbalance_L,
-            rank_imbalance_max=values[4],
-            stop_requested=values[5] > 0,
+            rank_imbalance_max=values[5],
+            stop_requested=values[6] > 0,
             balance=balance,
         )
         return result, norm

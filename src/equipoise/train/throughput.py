@@ -17,15 +17,17 @@ def active_parameters(model: ModelConfig) -> int:
     """Weights of the matrices that one token is multiplied with.
 
     These are attention's projections, the dense MLP or the router with the top-k and shared experts, and the
-    output head (also where it is tied). The input embedding is a look-up; norms and biases are left out.
+    output head (also where it is tied). A multi-token-prediction layer has its input projection and counts the head
+    once more. The input embedding is a look-up; norms and biases are left out.
     """
-    layers, moe_layers = model.num_hidden_layers, len(model.moe_layers)
+    layers, moe_layers, ahead = model.num_layers, len(model.moe_layers), model.num_nextn_predict_layers
     attention = 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
     dense = 3 * model.hidden_size * model.intermediate_size
     experts = model.num_experts_per_tok + model.n_shared_experts
     moe = 3 * model.hidden_size * model.moe_intermediate_size * experts + model.hidden_size * model.num_experts
     head = model.vocab_size * model.hidden_size
-    return layers * attention + (layers - moe_layers) * dense + moe_layers * moe + head
+    matrices = layers * attention + (layers - moe_layers) * dense + moe_layers * moe + head
+    return matrices + ahead * (2 * model.hidden_size**2 + head)
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
@@ -36,7 +38,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     forward (scores and values), and three times that with the backward. Where documents are masked from each
     other this is an upper bound.
     """
-    attention = model.num_hidden_layers * model.num_attention_heads * model.head_dim * (sequence_length + 1)
+    attention = model.num_layers * model.num_attention_heads * model.head_dim * (sequence_length + 1)
     return 6 * active_parameters(model) + 6 * attention
 
 
