@@ -66,6 +66,7 @@ def test_metrics_have_every_field_in_every_line(base: Base) -> None:
             *("expert_maxvio", "dead_experts"),
         ):
             assert field in numbers, field
+        assert "mtp_loss" not in record
         assert record["tokens"] == 4 * 24
         assert record["lr"] == 3e-2
         assert 1 <= record["rank_imbalance_p50"] <= record["rank_imbalance_max"] <= 2
@@ -90,9 +91,9 @@ def test_one_process_gives_the_same_losses(base: Base) -> None:
 
 
 def test_documents_from_jsonl_recompute_accumulation_and_kernels_change_no_loss(base: Base) -> None:
-    """C46 (d): the set is smaller than ten steps, so every rank wraps at the same step."""
+    """C46 (d): the set is smaller than ten steps, so every rank wraps at the same step. With multi-token prediction."""
     common = ["--data.source", "few.jsonl", "--data.packing", "documents", "--train.steps", "10"]
-    common += ["--model.router-aux-loss-coef", "0"]
+    common += ["--model.router-aux-loss-coef", "0", "--model.num-nextn-predict-layers", "1"]
     train(base.folder, "documents", *common, nproc=1)
     spread = ["--train.recompute", "full", "--train.micro-batch-size", "1", "--train.expert-kernel", "grouped_mm"]
     spread += ["--parallel.dispatcher", "all_gather", "--parallel.no-reshard-after-forward"]
@@ -105,6 +106,8 @@ def test_documents_from_jsonl_recompute_accumulation_and_kernels_change_no_loss(
     for a, b in zip(first, second):
         assert a["tokens"] == b["tokens"]
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["mtp_loss"] == pytest.approx(a["mtp_loss"], rel=1e-5)
+    assert first[-1]["mtp_loss"] < first[0]["mtp_loss"]
     assert second[-1]["eval_loss"] == pytest.approx(first[-1]["eval_loss"], rel=1e-5)
 
 

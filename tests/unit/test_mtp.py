@@ -137,8 +137,7 @@ def gradients(model: MoEForCausalLM, loss: torch.Tensor) -> Weights:
     return dict(zip(named, found))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "recompute"), [(False, "none"), (True, "full")])
 @pytest.mark.parametrize("depths", [1, 2])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS.keys())
 def test_loss_and_every_gradient(lengths: list[list[int]], depths: int, tied: bool, recompute: str) -> None:
