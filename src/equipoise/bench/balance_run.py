@@ -32,7 +32,7 @@ from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import World, join_world
 from equipoise.errors import ConfigError
 from equipoise.models.attention import rotary_tables
-from equipoise.models.model import DecoderLayer
+from equipoise.models.layer import DecoderLayer
 from equipoise.moe.layer import MoELayer
 from equipoise.moe.synthetic import WORKLOADS, SyntheticRouting, Workload
 from equipoise.train.config import TrainConfig, plan_run

@@ -80,7 +80,7 @@ class MTPLayer(DecoderLayer):
     def _join_and_run(
         self, hidden_BSD, ahead_BSD, rotary, mask, reach_BS, microbatch: int
     ) -> tuple[torch.Tensor, Routing | None]:
-        hidden_BSD = self.hnorm(hidden_BSD)
+        hidden_BSD = self.hnorm(hidden_BSD)  # first: FSDP reduces the unit when its first input has its gradient
         x_BSD = self.eh_proj(torch.cat([self.enorm(ahead_BSD), hidden_BSD], dim=-1))
         x_BSD, routing = self._run(x_BSD, rotary, mask, reach_BS, microbatch)
         return self.shared_head.norm(x_BSD), routing
