@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from integration.command import (
     Command,
     checkpoints,
     losses,
     read_metrics,
+    stored,
     train,
     train_arguments,
     until,
@@ -50,16 +50,6 @@ def copy_run(base: Base, name: str, keep: list[int]) -> Path:
     for step in set(checkpoints(run)) - set(keep):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08}")
     return run
-
-
-def stored(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint but the random states."""
-    path = run / "checkpoints" / f"step-{step:08}"
-    target = run / f"step-{step}.pt"
-    dcp_to_torch_save(path, target)
-    tensors = torch.load(target, weights_only=True)
-    target.unlink()
-    return {name: value for name, value in tensors.items() if not name.startswith("rng.")}
 
 
 def test_sigterm_saves_exits_143_and_the_resumed_losses_are_those_without_a_stop(base: Base, start: Any) -> None:

@@ -79,17 +79,18 @@ def flatten_masters(name: str, masters: Masters) -> tuple[torch.Tensor, ...]:
     """Local tensors: one stacked, or one per master.
 
     Raises:
-        ConfigError: DTensors that split the matrix of an expert.
+        ConfigError: DTensors that split single experts.
     """
-    tensors = [masters] if isinstance(masters, torch.Tensor) else list(masters)
-    return tuple(_local(name, t) if isinstance(t, DTensor) else t for t in tensors)
+    tensors, first_dim = ([masters], 1) if isinstance(masters, torch.Tensor) else (list(masters), 0)
+    return tuple(_local(name, t, first_dim) if isinstance(t, DTensor) else t for t in tensors)
 
 
-def _local(name: str, tensor: DTensor) -> torch.Tensor:
+def _local(name: str, tensor: DTensor, first_dim: int) -> torch.Tensor:
+    """`first_dim`: where the dimensions of one expert begin."""
     for axis, placement in enumerate(tensor.placements):
         if not isinstance(placement, Shard) or tensor.device_mesh.size(axis) == 1:
             continue
-        if placement.dim % tensor.dim() >= tensor.dim() - 2:
+        if placement.dim % tensor.dim() >= first_dim:
             raise ConfigError(
                 f"weight {name!r} is split within each expert (Shard({placement.dim}) of {tuple(tensor.shape)}): "
                 "balancing cannot be combined with expert tensor parallelism, since a replica needs its expert's whole "
