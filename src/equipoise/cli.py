@@ -5,6 +5,8 @@ torch is imported only by the commands that need it, so that help is quick.
 
 import functools
 import os
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -65,11 +67,15 @@ def _program(
     """Train Mixture-of-Experts language models with expert parallelism."""
 
 
-def _train_help() -> str:
-    """Help of `train`: what it takes, examples, and the presets with their first comment lines."""
+def _listed_recipes() -> str:
+    """The presets with their first comment lines."""
     recipes = list_recipes()
     width = max((len(r.name) for r in recipes), default=0)
-    listed = "\n".join(f"  {r.name:{width}}  {r.summary}" for r in recipes) or "  (none installed)"
+    return "\n".join(f"  {r.name:{width}}  {r.summary}" for r in recipes) or "  (none installed)"
+
+
+def _train_help() -> str:
+    """Help of `train`: what it takes, examples, and the presets."""
     return (
         "Train a model from RECIPE (a preset's name or a TOML file) and settings.\n\n"
         "Any setting of the recipe can be given as --section.key VALUE. With torchrun, or another launcher "
@@ -81,12 +87,13 @@ def _train_help() -> str:
         "  equipoise train my.toml --nproc-per-node 2 --train.no-compile     (false; bare --train.compile: true)\n"
         "  equipoise train runs/mine/config.toml --nproc-per-node 2     (repeat a run in a new folder)\n"
         "  torchrun --standalone --nproc-per-node 2 -m equipoise train demo --out runs/mine\n\n"
-        f"\b\nRecipes:\n{listed}\n\n"
+        f"\b\nRecipes:\n{_listed_recipes()}\n\n"
         "\b\nSettings:\n"
         "  equipoise train --help-config                 all keys with type, range, default, meaning\n"
         "  equipoise train --help-config model           those of one section\n\n"
-        "Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 75 (of one rank) "
-        "another rank was missing beyond the deadline; 128 + n stopped by signal n after saving."
+        "Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 75 the watchdog ended "
+        "this process, whose operation hung (a command that started the workers itself exits with 1 then); 128 + n "
+        "stopped by signal n after saving."
     )
 
 
@@ -118,13 +125,21 @@ def train(
     help_config: Annotated[
         bool, typer.Option("--help-config", help="Print the settings (of the section named) and exit.")
     ] = False,
+    typed: Annotated[str | None, typer.Option(hidden=True, help="The command line of whoever started this.")] = None,
 ) -> None:
     with exit_codes():
+        if not (context.args or nproc_per_node or out or help_config):
+            typer.echo(f"{context.get_usage()}\n\nRecipes:\n{_listed_recipes()}\n", err=True)
+            raise ConfigError(
+                "no recipe and no settings: name a recipe, such as `equipoise train demo --nproc-per-node 2`; "
+                "`equipoise train --help` has more"
+            )
         root = _root_class()
         if help_config:
             typer.echo(describe_settings(read_schema(root), context.args))
             return
-        _train(root, context.args, nproc_per_node, out, resume)
+        typed = typed or shlex.join(["equipoise", *sys.argv[1:]])
+        _train(root, context.args, nproc_per_node, out, resume, typed)
 
 
 def _root_class() -> "type[BaseModel]":
@@ -134,7 +149,12 @@ def _root_class() -> "type[BaseModel]":
 
 
 def _train(
-    root: "type[BaseModel]", arguments: list[str], nproc_per_node: int | None, out: Path | None, resume: bool
+    root: "type[BaseModel]",
+    arguments: list[str],
+    nproc_per_node: int | None,
+    out: Path | None,
+    resume: bool,
+    typed: str,
 ) -> None:
     recipe, overrides = split_recipe(root, arguments)
     config = load_config(root, recipe, overrides)
@@ -145,16 +165,16 @@ def _train(
         out = _joined_run_dir(recipe, os.environ) if joins else _new_run_dir(recipe)
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]
     command = ["train", *arguments, *options]
-    run = functools.partial(_run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume)
-    launch.start(count, command, run)
+    run = functools.partial(_run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume, typed)
+    launch.start(count, [*command, "--typed", typed], run)
 
 
-def _run_here(config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool) -> None:
+def _run_here(config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool, typed: str) -> None:
     """Train in this process; a signal that arrives meanwhile ends the command with its exit code."""
     from equipoise.train.run import run_training
 
     with StopSignals() as stop:
-        run_training(config, out, argv, resume)
+        run_training(config, out, argv, resume, typed)
     stop.raise_if_requested()
 
 

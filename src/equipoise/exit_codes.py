@@ -1,7 +1,7 @@
 """From the project's errors to messages and exit codes, for every command.
 
-Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 128 + n stopped by signal n after
-saving.
+Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 75 the watchdog ended this
+process; 128 + n stopped by signal n after saving.
 """
 
 import contextlib

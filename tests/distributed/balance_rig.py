@@ -37,6 +37,7 @@ class ForeignLayer(nn.Module):
         layer: int = 0,
         dispatcher: str = "all_to_all",
         heat: float = 2.0,
+        moving: bool = False,
         stacked: bool = True,
         hooks: bool = True,
         numbered: bool = True,
@@ -50,6 +51,7 @@ class ForeignLayer(nn.Module):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         self.balancer, self.layer, self.hooks, self.numbered, self.kernel = balancer, layer, hooks, numbered, kernel
         self.bias, self.padded, self.mesh = bias, padded, None if balancer is None else mesh
+        self.moves = E // size if moving else 0  # experts by which the heat moves from microbatch to microbatch
         number = E if balancer is None else balancer.num_physical_experts
         self.dispatcher = build_dispatcher(dispatcher, number, group)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(100 + layer)
@@ -76,7 +78,7 @@ class ForeignLayer(nn.Module):
             masters = {name: self.balancer.enter(name, weight) for name, weight in masters.items()}
         x_TD = x_TD + torch.tanh(x_TD @ self.attention)
         scores_TE = (x_TD.float() @ self.gate.float().T).softmax(-1)
-        ids_TK = (scores_TE.detach() + self.heat).topk(K).indices
+        ids_TK = (scores_TE.detach() + self.heat.roll(microbatch * self.moves)).topk(K).indices
         weights_TK = scores_TE.gather(1, ids_TK)
         self.num_routed += 1
         if self.balancer is None:

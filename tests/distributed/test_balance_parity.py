@@ -18,7 +18,7 @@ def balanced(slots: int = 1, **changes) -> BalanceConfig:
 
 
 def case(slots: int = 1, dispatcher: str = "all_to_all", ep: int = 2, **changes) -> Case:
-    architecture = {"bias_update_speed": 0.0, "num_experts_per_tok": 3}
+    architecture = {"bias_update_speed": 0.0, "num_experts_per_tok": 3, "num_experts": 8}
     architecture |= {name: changes.pop(name) for name in architecture if name in changes}
     model = toy_model(selection_bias=True, **architecture)
     values = {"balance": balanced(slots), "dispatcher": dispatcher, "model": model, "selection_bias": 0.3}
@@ -55,6 +55,12 @@ def test_four_ranks(layout: tuple[int, int]) -> None:
         case(masters, "all_gather", ep, hot_experts=1, **options),
     ]
     check(cases, 4)
+
+
+def test_three_ranks_of_six_experts() -> None:
+    """Ranks and experts that are no powers of two, one slot."""
+    options = {"num_experts": 6, "selection_bias": 2.0, "limit": 2e-5}
+    check([case(1, "all_to_all", 3, hot_experts=2, **options), case(2, "all_gather", 3, hot_experts=1, **options)], 3)
 
 
 AWKWARD = {

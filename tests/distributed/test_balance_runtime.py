@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from distributed.balance_rig import BIASES, WEIGHTS, E, ForeignLayer, make_balancer, tokens
+from distributed.balance_rig import BIASES, INNER, WEIGHTS, D, E, ForeignLayer, make_balancer, tokens
 from distributed.parity import relative
 from distributed.rig import Outcomes, run_scenarios
 from equipoise.balance import Balancer
+from equipoise.dispatch import build_dispatcher
 from equipoise.distributed.mesh import Meshes, ParallelConfig
 from equipoise.distributed.world import World
 from equipoise.errors import ConfigError
@@ -101,6 +103,12 @@ HOSTS: dict[str, dict[str, Any]] = {
     "two in flight, one backward": {"together": "one backward"},
     "two in flight, checkpoint": {"together": "first first", "run": run_checkpointed(False)},
     "two in flight, reentrant checkpoint": {"together": "last first", "run": run_checkpointed(True)},
+    "two in flight, another hot rank each": {"together": "first first", "moving": True},
+    "two in flight, another hot rank each, checkpoint": {
+        "together": "last first",
+        "moving": True,
+        "run": run_checkpointed(False),
+    },
     "frozen experts": {"frozen": ("up", "down")},
     "frozen experts, checkpoint": {"frozen": ("up", "down"), "run": run_checkpointed(False)},
     "one token": {"numbers": (1,)},
@@ -183,6 +191,97 @@ def four_ranks(world: World, meshes: Meshes) -> dict[str, Any]:
     }
 
 
+def whole_numbers(world: World, meshes: Meshes) -> list[list[bool]]:
+    """Row 25: a layer of small whole numbers, whose sums FP32 holds exactly in any order: what is equal to plain."""
+    group, rank = meshes.ep_group, world.rank
+    generator = torch.Generator().manual_seed(5)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    mine = slice(rank * E // 2, (rank + 1) * E // 2)
+    up_MND, down_MDN = whole(E, 2 * INNER, D)[mine], whole(E, D, INNER)[mine]
+    x_TD, grad_TD = whole(2, 11, D)[rank], whole(2, 11, D)[rank]
+    ids_TK = torch.tensor([[0, 1], [1, 2], [0, 5]]).repeat(4, 1)[:11]
+    results: list[list[torch.Tensor]] = []
+    for balancer in (None, make_balancer(group), make_balancer(group, slots=3)):
+        inputs = [t.clone().requires_grad_() for t in (x_TD, up_MND, down_MDN)]
+        x, up, down = inputs
+        number = E if balancer is None else balancer.num_physical_experts
+        dispatcher = build_dispatcher("all_to_all", number, group)  # type: ignore[arg-type]
+        if balancer is None:
+            arrived = dispatcher.dispatch(x, ids_TK, torch.ones(11, 2))
+            parts = arrived.rows_RD.split(arrived.counts_M.tolist())
+            gate, value = torch.cat([part @ w.T for part, w in zip(parts, up)]).chunk(2, -1)
+            parts = (gate.relu() * value).split(arrived.counts_M.tolist())
+            out = torch.cat([part @ w.T for part, w in zip(parts, down)])
+        else:
+            step = balancer.route(ids_TK, (0, 0))
+            assert step.replicas
+            attached_up, attached_down = step.attach("up", up), step.attach("down", down)
+            arrived = dispatcher.dispatch(x, step.physical_ids_TK, torch.ones(11, 2))
+            rows = step.grouped_linear(arrived.rows_RD, arrived.counts_M, attached_up, kernel="loop")
+            gate, value = rows.chunk(2, -1)
+            out = step.grouped_linear(gate.relu() * value, arrived.counts_M, attached_down, kernel="loop")
+        y = dispatcher.combine(out, arrived.handle)
+        y.backward(grad_TD)
+        results.append([y.detach(), *(t.grad for t in inputs)])  # type: ignore[misc]
+    assert all(bool(t.abs().max() > 0) and bool(t.abs().max() < 2**24) for t in results[0])
+    return [[torch.equal(a, b) for a, b in zip(result, results[0])] for result in results[1:]]
+
+
+def noise_floor(world: World, meshes: Meshes) -> dict[str, float]:
+    """Row 25: how far FP32 is from FP64, largest over outputs and gradients, without balancing and with it."""
+    runs = {"exact": (None, torch.float64), "off": (None, torch.float32)}
+    balancer = make_balancer(meshes.ep_group)
+    runs |= {"on": (balancer, torch.float32)}  # type: ignore[dict-item]
+    results = {}
+    for name, (used, dtype) in runs.items():
+        layers = Layers(ForeignLayer(meshes.ep_group, used, layer=index, dtype=dtype) for index in range(2))
+        results[name] = [t.double() for t in train(layers, [9, 5], world.rank)]
+    assert balancer.take_records()[0].copies
+    return {name: max(relative(a, b) for a, b in zip(results[name], results["exact"])) for name in ("off", "on")}
+
+
+def replicas_are_copies(world: World, meshes: Meshes) -> dict[str, list[bool]]:
+    """Row 11: each replica here against the bytes of its master, of which every rank knows all."""
+    found: dict[str, list[bool]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        balancer = make_balancer(meshes.ep_group, slots=2, dtype=dtype)
+        step = balancer.route(torch.tensor([[0, 1], [0, 2], [1, 2]]), (0, 0))
+        for name, shape in {"up": (2 * INNER, D), "down": (D, INNER)}.items():
+            weight_ENK = torch.randn(E, *shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+            step.attach(name, weight_ENK.view(2, E // 2, *shape)[world.rank])
+            slots = step.slots(name)
+            assert slots is not None
+            here = [replica for replica in step.replicas if replica.host == world.rank]
+            found[f"{name} {dtype}"] = [
+                torch.equal(slots[r.slot].view(torch.uint8), weight_ENK[r.home * E // 2 + r.local].view(torch.uint8))
+                for r in here
+            ]
+    return found
+
+
+def recomputed_rows(world: World, meshes: Meshes) -> dict[str, list[Any]]:
+    """Row 2: rows and counts that a layer receives in its forward and in its recompute."""
+    found = {}
+    for dispatcher in ("all_to_all", "all_gather"):
+        layer = ForeignLayer(meshes.ep_group, make_balancer(meshes.ep_group), dispatcher=dispatcher)
+        received: list[tuple[list[int], torch.Tensor]] = []
+
+        def dispatch(*args: Any, inner=layer.dispatcher.dispatch, received=received) -> Any:
+            arrived = inner(*args)
+            received.append((arrived.counts_M.tolist(), arrived.rows_RD.detach().clone()))
+            return arrived
+
+        layer.dispatcher.dispatch = dispatch  # type: ignore[method-assign]
+        x_TD = tokens(world.rank, 0, 9).requires_grad_()
+        checkpoint(layer, x_TD, 0, use_reentrant=False).sum().backward()
+        (counts, rows), (counts_again, rows_again) = received
+        found[dispatcher] = [counts == counts_again, torch.equal(rows, rows_again), sum(counts[E // 2 :])]
+    return found
+
+
 def leaves_nothing_behind(world: World, meshes: Meshes) -> dict[str, Any]:
     balancer = make_balancer(meshes.ep_group)
     layers = Layers(ForeignLayer(meshes.ep_group, balancer, layer=i) for i in range(2))
@@ -213,6 +312,7 @@ def refusals(world: World, meshes: Meshes) -> dict[str, str]:
         return "nothing"
 
     step = balancer.route(ids_TK, (0, 0))
+    halves = DTensor.from_local(torch.zeros(E // 2, INNER, D), meshes.ep, [Shard(1)])
     wrong = torch.zeros(4, 16, 24, dtype=torch.bfloat16)
 
     def another_choice() -> None:
@@ -228,6 +328,8 @@ def refusals(world: World, meshes: Meshes) -> dict[str, str]:
     found = {
         "name": attempt(lambda: step.attach("gate", wrong)),
         "dtype": attempt(lambda: step.attach("down", wrong)),
+        "tensor parallel": attempt(lambda: step.attach("up", halves)),
+        "tensor parallel, entered": attempt(lambda: balancer.enter("up", halves.requires_grad_())),
         "shape": attempt(lambda: step.attach("up", wrong.float())),
         "bias": attempt(lambda: step.attach("up_bias", torch.zeros(4, 16))),
         "experts": attempt(lambda: Balancer(meshes.ep_group, 7, {"up": (2, 2)}, torch.float32)),
@@ -265,7 +367,10 @@ def runs_behind_attention(world: World, meshes: Meshes) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two() -> Outcomes:
-    scenarios = [hosts, slots, uneven_ranks, bfloat16, repeats, leaves_nothing_behind, runs_behind_attention, refusals]
+    scenarios = [
+        *(hosts, slots, uneven_ranks, bfloat16, whole_numbers, noise_floor, replicas_are_copies, recomputed_rows),
+        *(repeats, leaves_nothing_behind, runs_behind_attention, refusals),
+    ]
     return Outcomes(run_scenarios, 2, scenarios, ParallelConfig(ep_size=2), E)
 
 
@@ -317,6 +422,31 @@ def test_bfloat16_within_its_precision(two: Outcomes) -> None:
             assert found["difference"] < 2e-2
 
 
+def test_numbers_that_fp32_adds_exactly_come_out_bit_for_bit(two: Outcomes) -> None:
+    assert two.of(whole_numbers) == [[[True] * 4] * 2] * 2
+
+
+def test_balancing_is_no_further_from_fp64_than_its_absence(two: Outcomes) -> None:
+    for found in two.of(noise_floor):
+        assert 0 < found["off"] < 1e-5
+        assert found["on"] <= 1.5 * found["off"]
+
+
+def test_a_replica_has_the_bytes_of_its_master(two: Outcomes) -> None:
+    ranks = two.of(replicas_are_copies)
+    assert all(all(equal) for found in ranks for equal in found.values())
+    for name in ranks[0]:
+        assert sum(len(found[name]) for found in ranks) > 0, name
+
+
+def test_a_recomputed_layer_receives_the_same_rows_in_the_same_order(two: Outcomes) -> None:
+    for rank, found in enumerate(two.of(recomputed_rows)):
+        for dispatcher, (same_counts, same_rows, of_replicas) in found.items():
+            assert same_counts, dispatcher
+            assert same_rows, dispatcher
+            assert of_replicas > 0 or rank == 0
+
+
 def test_the_runtime_leaves_nothing_in_the_model_and_keeps_nothing(two: Outcomes) -> None:
     for found in two.of(leaves_nothing_behind):
         assert found["before use"] == 0
@@ -338,6 +468,9 @@ def test_refusals_say_what_was_given_and_what_to_do(two: Outcomes) -> None:
         assert "4 masters of shape (48,)" in found["bias"]
         assert "torch.bfloat16" in found["dtype"]
         assert "torch.float32" in found["dtype"]
+        for way in ("tensor parallel", "tensor parallel, entered"):
+            assert "'up' is split within each expert (Shard(1)" in found[way]
+            assert "cannot be combined with expert tensor parallelism" in found[way]
         assert "4 masters of shape (48, 16)" in found["shape"]
         assert "7 experts" in found["experts"]
         assert "exact_load" in found["planner"]

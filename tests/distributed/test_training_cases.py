@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distributed.parity import relative, toy_model
 from distributed.rig import Outcomes, Rig, Scenario, differing, initial_weights, random_batch, run_scenarios
+from equipoise.balance_config import BalanceConfig
 from equipoise.checkpoint.training import TrainingState, load_checkpoint, save_checkpoint
 from equipoise.distributed.gradients import clip_gradients, global_grad_norm
 from equipoise.distributed.mesh import Meshes, ParallelConfig
@@ -162,7 +163,36 @@ def padding_is_no_load(world: World, meshes: Meshes) -> dict[str, Any]:
     return found
 
 
-FOUR: list[Scenario] = [auxiliary_gradient, clipping, uneven_shards, padding_is_no_load]
+def padding_is_not_planned(world: World, meshes: Meshes) -> dict[str, Any]:
+    """C26 for the balancer: loads that plans were made for, and records that steps counted, of the same passes."""
+    config = toy_model(num_experts=4, num_experts_per_tok=2, mlp_only_layers=())
+    rig = Rig(config, world, meshes, balance=BalanceConfig(tolerance=0.0))
+    balancer = rig.runner.balancer
+    assert balancer is not None
+    batch = random_batch(10 + world.rank, 1, 8, num_padding=1)
+    found: dict[str, Any] = {"own": set(), "group": set(), "records": []}
+    route, take_records = balancer.route, balancer.take_records
+
+    def note_plan(*args: Any) -> Any:
+        step = route(*args)
+        found["own"].add(int(step.plan.send.sum()))
+        found["group"].add(int(step.plan.quota.sum()))
+        return step
+
+    def note_records() -> list[Any]:
+        records = take_records()
+        found["records"].append(len(records))
+        return records
+
+    balancer.route, balancer.take_records = note_plan, note_records  # type: ignore[method-assign]
+    for _ in range(2):
+        with torch.no_grad():  # a warm-up, then an evaluation
+            run_model(rig.model, batch, world.device)
+        rig.step([batch], 28)
+    return found
+
+
+FOUR: list[Scenario] = [auxiliary_gradient, clipping, uneven_shards, padding_is_no_load, padding_is_not_planned]
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +254,14 @@ def test_padding_warm_up_and_evaluation_add_no_load(four: Outcomes) -> None:
         assert found["own"] == [[14, 14, 14]] * 2
         assert found["all"] == [[56, 56, 56]] * 2
         assert not found["bias moved by evaluation"]
+
+
+def test_the_balancer_plans_for_real_tokens_of_its_own_group_once(four: Outcomes) -> None:
+    """Two EP groups of two ranks: 14 of each rank, 28 of a group, however many groups compute the same."""
+    for found in four.of(padding_is_not_planned):
+        assert found["own"] == {14}
+        assert found["group"] == {28}
+        assert found["records"] == [3, 3, 3, 3], "before a step those of the evaluation are dropped"
 
 
 # --- Two ranks

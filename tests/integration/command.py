@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
 import equipoise
 
 SOURCES = str(Path(equipoise.__file__).parents[1])
@@ -19,11 +22,11 @@ DEADLINE_S = 120
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def clean_environment() -> dict[str, str]:
-    """Without a launcher's variables; one thread per process, on the CPU."""
+def clean_environment(sources: str = SOURCES) -> dict[str, str]:
+    """Without a launcher's variables; one thread per process, on the CPU; the package from the folder `sources`."""
     kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER and not k.startswith("TORCHELASTIC")}
     return kept | {
-        "PYTHONPATH": SOURCES,
+        "PYTHONPATH": sources,
         "OMP_NUM_THREADS": "1",
         "EQUIPOISE_ACCELERATOR": "cpu",
         "PYTHONFAULTHANDLER": "1",
@@ -33,13 +36,13 @@ def clean_environment() -> dict[str, str]:
 class Command:
     """A command that runs in `folder`; its output goes to files, so that it never waits for a reader."""
 
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
+    def __init__(self, folder: Path, arguments: list[str], sources: str = SOURCES) -> None:
         self.arguments = arguments
         self._output = (folder / f"output-{time.monotonic_ns()}").open("w+")
         self.process = subprocess.Popen(
             arguments,
             cwd=folder,
-            env=clean_environment(),
+            env=clean_environment(sources),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -116,3 +119,13 @@ def until(condition: Callable[[], bool], command: Command, deadline_s: float = D
         assert command.process.poll() is None, f"it ended:\n{command.output()}"
         assert time.monotonic() < end, f"not within {deadline_s} s:\n{command.output()}"
         time.sleep(0.01)
+
+
+def stored(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint but the random states."""
+    path = run / "checkpoints" / f"step-{step:08}"
+    target = run / f"step-{step}.pt"
+    dcp_to_torch_save(path, target)
+    tensors = torch.load(target, weights_only=True)
+    target.unlink()
+    return {name: value for name, value in tensors.items() if not name.startswith("rng.")}

@@ -35,7 +35,7 @@ IMPOSSIBLE = {
     "experts over ep, report 2": (6, "model.num_experts=128 parallel.ep_size=6", ["128", "ep_size 6", "[1, 2]"]),
     "experts over ep": (4, "model.num_experts=6 parallel.ep_size=4", ["6", "ep_size 4", "[1, 2]", "multiple of 4"]),
     "ranks over ep": (3, "parallel.ep_size=2", ["parallel.ep_size is 2", "3 ranks", "[1, 3]"]),
-    "ep above the ranks": (1, "parallel.ep_size=2", ["parallel.ep_size is 2", "1 ranks", "[1]"]),
+    "ep above the ranks": (1, "parallel.ep_size=2", ["parallel.ep_size is 2", "1 ranks", "[1]", "--nproc-per-node 2"]),
     "replicas": (6, "parallel.replicate_size=4", ["replicate_size is 4", "world size 6", "[1, 2, 3, 6]"]),
     "ep inside a replica": (
         8,

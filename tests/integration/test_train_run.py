@@ -41,6 +41,8 @@ def test_a_run_folder_holds_settings_versions_command_metrics_and_checkpoints(ba
     assert settings["optimizer"]["betas"] == [0.9, 0.95]  # defaults too
     run = json.loads((base.run / "run.json").read_text())
     assert run["command"].startswith("equipoise train recipe.toml")
+    assert run["typed"].startswith("equipoise train recipe.toml --nproc-per-node 2 --out base --parallel.ep-size 2")
+    assert run["environment"]["EQUIPOISE_ACCELERATOR"] == "cpu"
     assert run["versions"]["torch"]
     events = list((base.run / "tensorboard").glob("events.out.tfevents.*"))
     assert len(events) == 1

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from integration.command import (
     Command,
     checkpoints,
     losses,
     read_metrics,
+    stored,
     train,
     train_arguments,
     until,
@@ -50,16 +50,6 @@ def copy_run(base: Base, name: str, keep: list[int]) -> Path:
     for step in set(checkpoints(run)) - set(keep):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08}")
     return run
-
-
-def stored(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint but the random states."""
-    path = run / "checkpoints" / f"step-{step:08}"
-    target = run / f"step-{step}.pt"
-    dcp_to_torch_save(path, target)
-    tensors = torch.load(target, weights_only=True)
-    target.unlink()
-    return {name: value for name, value in tensors.items() if not name.startswith("rng.")}
 
 
 def test_sigterm_saves_exits_143_and_the_resumed_losses_are_those_without_a_stop(base: Base, start: Any) -> None:
@@ -128,6 +118,9 @@ def test_a_used_folder_continues_unless_a_new_run_is_asked_for(base: Base) -> No
     assert "Traceback" not in output
     assert checkpoints(run) == [30]
     assert (run / "metrics.jsonl").read_bytes() == before
+    other = ["--model.norm-topk-prob", "--model.rope-theta", "500", "--train.steps", "31"]
+    output = train(base.folder, "used", *other, nproc=1, exit_code=1)
+    assert "model.norm_topk_prob was False and is True; model.rope_theta was 10000.0 and is 500.0" in output
     output = train(base.folder, "used", "--train.seed", "5", "--train.steps", "31", nproc=1, exit_code=1)
     assert "seed 0 (now 5)" in output
     assert (run / "config.toml").read_bytes() == settings  # of the run that is there, not of those it refused

@@ -1,7 +1,9 @@
 """The balance section of a training run: off by default, and what it refuses."""
 
 import pytest
+import torch
 
+from equipoise.balance import Balancer
 from equipoise.errors import ConfigError
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config
@@ -31,3 +33,9 @@ def test_domains_have_to_divide_the_group() -> None:
 def test_on_without_slots_is_refused(slots: str) -> None:
     with pytest.raises(ConfigError, match="num_redundant_experts_per_rank"):
         load_config(TrainConfig, overrides=[f"--balance.num_redundant_experts_per_rank={slots}"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_experts_in_fp8_are_refused_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=rf"experts in {dtype} cannot be balanced: FP8 .* leave balancing off"):
+        Balancer(None, 4, {"up": (6, 2)}, dtype)

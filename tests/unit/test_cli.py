@@ -17,6 +17,8 @@ from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.train.recipes import list_recipes
 from equipoise.train.stop import StoppedBySignal
 
+DEFAULTS = ["--train.steps", "10"]  # the shortest command that starts something
+
 
 class Calls(list[dict[str, Any]]):
     """Arguments of each call of the training loop; `error` is raised by it."""
@@ -29,8 +31,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     """The command over the toy tree, in a folder of its own, with a loop that only notes its arguments."""
     calls = Calls()
 
-    def run_training(config: Any, out: Path, argv: list[str], resume: bool) -> None:
-        calls.append({"config": config, "out": out, "argv": argv, "resume": resume, "env": dict(os.environ)})
+    def run_training(config: Any, out: Path, argv: list[str], resume: bool, typed: str) -> None:
+        calls.append(
+            {"config": config, "out": out, "argv": argv, "typed": typed, "resume": resume, "env": dict(os.environ)}
+        )
         if calls.error:
             raise calls.error
 
@@ -100,6 +104,30 @@ def test_help_config_prints_keys_types_defaults_and_meaning(calls: Calls) -> Non
     assert not calls
 
 
+def test_train_alone_shows_usage_and_recipes_and_starts_nothing(calls: Calls) -> None:
+    for arguments in ([], ["--resume"]):
+        result = invoke("train", *arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("Usage: equipoise train [RECIPE]")
+        for recipe in list_recipes():
+            assert f"  {recipe.name}" in result.stderr
+        assert "Error: no recipe and no settings" in result.stderr
+    assert not calls
+    assert not Path("runs").exists()
+
+
+def test_what_was_typed_goes_with_the_run(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/equipoise", "train", "--out", "a b"])
+    assert invoke("train", "--out", "a b").exit_code == 0
+    assert calls[0]["typed"] == "equipoise train --out 'a b'"
+    assert "--nproc-per-node" in calls[0]["argv"]
+    started: list[list[str]] = []
+    monkeypatch.setattr(cli.launch, "launch", lambda count, command: started.append(command))
+    assert invoke("train", "--out", "a b", "--nproc-per-node", "2").exit_code == 0
+    assert invoke(*started[0][started[0].index("train") :], "--nproc-per-node", "1").exit_code == 0
+    assert calls[1]["typed"] == calls[0]["typed"], "workers are told"
+
+
 def test_one_process_runs_in_place_as_a_world_of_one(calls: Calls) -> None:
     result = invoke("train", "--train.steps", "3", "--train.acting-rank", "-1", "--out", "here", "--no-resume")
     assert (result.exit_code, result.output) == (0, "")
@@ -138,7 +166,7 @@ def test_each_run_without_out_gets_a_new_folder(calls: Calls, tmp_path: Path) ->
     (tmp_path / "my.toml").write_text("")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.toml").write_text("")
-    for arguments in ([], [], ["my.toml"], ["old/config.toml"]):
+    for arguments in (DEFAULTS, DEFAULTS, ["my.toml"], ["old/config.toml"]):
         assert invoke("train", *arguments).exit_code == 0
     expected = [Path("runs/train"), Path("runs/train-2"), Path("runs/my"), Path("runs/old")]
     assert [call["out"] for call in calls] == expected
@@ -149,9 +177,9 @@ def test_under_a_launcher_all_ranks_come_to_the_same_folder(calls: Calls, monkey
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
-        assert invoke("train").exit_code == 0
+        assert invoke("train", *DEFAULTS).exit_code == 0
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert invoke("train").exit_code == 0
+    assert invoke("train", *DEFAULTS).exit_code == 0
     assert [call["out"] for call in calls] == [Path("runs/train"), Path("runs/train"), Path("runs/train-17")]
     assert calls[1]["env"]["RANK"] == "1"
 
@@ -189,7 +217,7 @@ def test_mistakes_exit_with_2_and_a_message_and_start_nothing(calls: Calls, argu
 )
 def test_exit_codes_of_a_run(calls: Calls, error: BaseException, code: int, text: str) -> None:
     calls.error = error
-    result = invoke("train")
+    result = invoke("train", *DEFAULTS)
     assert result.exit_code == code
     assert result.stderr.removeprefix("Error (rank 0): ").removeprefix("Error: ") == text.removeprefix("Error: ")
     assert "Traceback" not in result.output
@@ -197,7 +225,7 @@ def test_exit_codes_of_a_run(calls: Calls, error: BaseException, code: int, text
 
 def test_other_errors_keep_their_traceback(calls: Calls) -> None:
     calls.error = KeyError("a mistake")
-    assert invoke("train").exception is calls.error
+    assert invoke("train", *DEFAULTS).exception is calls.error
 
 
 def test_only_rank_0_speaks_of_a_configuration_error(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +239,7 @@ def test_only_rank_0_speaks_of_a_configuration_error(calls: Calls, monkeypatch: 
         spoken.append(result.stderr.count("unknown key"))
     assert spoken == [1, 0]
     calls.error = EquipoiseError("odd")
-    assert "Error (rank 1): odd" in invoke("train").stderr
+    assert "Error (rank 1): odd" in invoke("train", *DEFAULTS).stderr
 
 
 def test_more_workers_than_devices_is_refused(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +253,7 @@ def test_more_workers_than_devices_is_refused(calls: Calls, monkeypatch: pytest.
 
 def test_a_run_folder_that_cannot_be_made_is_a_clear_error(calls: Calls, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    result = invoke("train")
+    result = invoke("train", *DEFAULTS)
     assert result.exit_code == 1
     assert "cannot create the run folder runs/train" in result.stderr
 
@@ -257,7 +285,7 @@ def test_python_m_equipoise_is_the_command() -> None:
 def test_a_malformed_world_size_is_named(size: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", size)
-    result = invoke("train")
+    result = invoke("train", *DEFAULTS)
     assert result.exit_code == 2
     assert f"WORLD_SIZE={size!r}" in result.output
     assert not calls

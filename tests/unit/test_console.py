@@ -34,7 +34,7 @@ def test_without_a_terminal_each_update_is_one_plain_line() -> None:
     assert lines[0] == "corpus: 3 files [12 MB]"
     assert lines[1].startswith("step 10/100  loss 2.5123  12.3k tokens/s  imbalance 1.25  ETA ")
     assert lines[2].startswith("step 20/100  loss not finite  12.3k tokens/s  imbalance 1.25  eval 2.7500  ETA ")
-    assert "eval 2.7500" in lines[3]  # the latest one
+    assert "eval" not in lines[3]  # a later step, which was not evaluated
     assert lines[4] == "training stopped by SIGTERM"
     names = [line.strip().split(":")[0] for line in lines[5:]]
     assert names == ["steps", "time", "loss", "eval loss", "metrics"]
@@ -54,6 +54,7 @@ def test_on_a_terminal_the_line_is_live_and_the_summary_is_last(monkeypatch: pyt
     text = run(Terminal())
     assert "\x1b[" in text
     assert "imbalance 1.25" in text
+    assert "eval 2.7500" in text[text.rindex("30/100") :], "the live line keeps the latest evaluation"
     assert text.index("corpus: 3 files [12 MB]") < text.index("training stopped by SIGTERM")
     assert "runs/a/metrics.jsonl" in text
 

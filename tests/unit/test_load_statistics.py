@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from equipoise.balance import LoadRecord
 from equipoise.errors import ConfigError
+from equipoise.train.balance_statistics import BalanceResult, balance_metrics, sum_records
 from equipoise.train.load_statistics import (
     dead_experts,
     expert_maxvio,
@@ -67,6 +69,29 @@ def test_imbalance_is_of_microbatches_while_dead_and_maxvio_are_of_the_step() ->
     assert metrics["expert_maxvio"] == 0.0
     assert metrics["dead_experts"] == 0
     assert metrics["layers"] == {"rank_imbalance": [2.0], "expert_maxvio": [0.0], "dead_experts": [0]}
+
+
+@pytest.mark.parametrize("second", [[100, 200], [200, 100]])
+def test_layers_are_averaged_after_their_ranks_are_compared(second: list[int]) -> None:
+    """Loads of 100 and 200 in both layers are 1.333 over the mean (0.75 the other way round), whoever has the more."""
+    counts_LE = torch.tensor([[100, 200], second])
+    metrics = load_metrics(counts_LE, rank_imbalance(counts_LE, ep_size=2), 4 / 3)
+    assert metrics["rank_imbalance"] == pytest.approx(4 / 3)
+    assert 1 / metrics["rank_imbalance"] == pytest.approx(0.75)
+
+
+def test_what_balancing_delivered_is_summarised_over_layers() -> None:
+    """Two microbatches of three layers, in an EP group that is a quarter of the world."""
+    loads = [(0, 1.0), (1, 1.2), (2, 2.0), (0, 1.1), (1, 1.0), (2, 1.8)]
+    records = [LoadRecord((layer, 0), 2.5, after, 3, 100, 0.5) for layer, after in loads]
+    after_L, totals, worst = sum_records(records, world_size=4)
+    assert (4 * after_L).tolist() == pytest.approx([1.05, 1.1, 1.9])
+    metrics = balance_metrics(BalanceResult(4 * after_L, worst, *(4 * totals).tolist()))
+    assert metrics["rank_imbalance_after"] == pytest.approx(1.35)
+    assert metrics["rank_imbalance_after_p50"] == pytest.approx(1.1)
+    assert metrics["rank_imbalance_after_p95"] == pytest.approx(1.82)
+    assert metrics["rank_imbalance_after_max"] == 2.0
+    assert (metrics["balance_copies"], metrics["balance_bytes"], metrics["balance_plan_s"]) == (18, 600, 3.0)
 
 
 def test_summary_over_layers() -> None:

@@ -16,6 +16,7 @@ from equipoise.balance.plan import placement_from_copies
 from equipoise.balance.planner_host import plan_load
 from equipoise.balance.quality import Size, synthetic_loads
 from equipoise.errors import ConfigError, PlanError
+from equipoise.moe.synthetic import Workload
 
 COUNTS = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 200), st.sampled_from([1000, 1001, 4000]))
 
@@ -172,6 +173,19 @@ def test_a_wider_tolerance_never_needs_more_copies() -> None:
             copies.append(int(placement.num_copies))
         assert copies == sorted(copies, reverse=True)
         assert copies[-1] == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_the_busiest_rank_stays_flat_while_the_router_drifts_out_of_balance(num_ranks: int) -> None:
+    """A hot rank that grows from its share to nearly everything, over the steps of a long run."""
+    experts, top_k, tokens = 4 * num_ranks, 4, 512
+    for imbalance in torch.linspace(1, 0.95 * num_ranks, 9).tolist():
+        workload = Workload("hot_rank", imbalance, experts, top_k, num_ranks)
+        load_PE = torch.tensor([workload.routing(rank=rank).expert_counts(tokens) for rank in range(num_ranks)])
+        placement = ExactLoadPlanner()(load_PE, PlannerSettings(num_slots=2))
+        before = load_PE.sum(0).view(num_ranks, -1).sum(1)
+        assert int(before.max()) == pytest.approx(imbalance * tokens * top_k, rel=0.01)
+        assert int(placement.rank_load.max()) <= 1.01 * tokens * top_k
 
 
 def test_replicas_stay_in_their_domain_and_the_floor_is_its_mean() -> None:

@@ -63,14 +63,20 @@ def test_the_choice_none_is_not_the_value_none() -> None:
     assert parse_config(ToyConfig, to_toml(config)).train.limit == "none"
 
 
-def test_the_run_folder_repeats_the_run_and_says_how_it_was_started(tmp_path: Path) -> None:
+def test_the_run_folder_repeats_the_run_and_says_how_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(ToyConfig, None, ["--train.steps", "3", "--data.path", "x y"])
     argv = ["equipoise", "train", "demo", "--data.path", "x y"]
-    save_resolved(config, tmp_path / "run", argv)
+    monkeypatch.setenv("EQUIPOISE_ACCELERATOR", "cpu")
+    save_resolved(config, tmp_path / "run", argv, "equipoise train demo")
     assert load_config(ToyConfig, tmp_path / "run" / "config.toml") == config
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["command"] == "equipoise train demo --data.path 'x y'"
     assert run["argv"] == argv
+    assert run["typed"] == "equipoise train demo"
+    assert run["environment"]["EQUIPOISE_ACCELERATOR"] == "cpu"
+    assert all(name.startswith("EQUIPOISE_") for name in run["environment"])
     assert set(run) >= {"started", "hostname", "git_commit", "versions", "working_directory"}
     assert set(run["versions"]) == {"equipoise", "python", "torch", "triton"}
     assert run["started"].endswith("+00:00")

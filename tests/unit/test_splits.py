@@ -135,6 +135,11 @@ def test_padding_changes_no_plan() -> None:
     ids_TK = torch.tensor([[0, 1], [0, 2], [0, 3]])
     padded = torch.cat([ids_TK, torch.full((5, 2), -1)])
     assert count_load(ids_TK, 4).tolist() == count_load(padded, 4).tolist() == [3, 1, 1, 1]
+    load_PE = torch.stack([count_load(padded, 4), torch.zeros(4, dtype=torch.int32)])
+    plan = complete_plan(ExactLoadPlanner()(load_PE, PlannerSettings(1, tolerance=0.0)), load_PE, 0)
+    assert int(plan.placement.num_copies) == 1
+    assert torch.equal(reroute(padded, plan)[:3], reroute(ids_TK, plan))
+    assert (reroute(padded, plan)[3:] == -1).all()
 
 
 @pytest.mark.parametrize("num_experts", [4, 40_000])

@@ -3,9 +3,11 @@
 import pytest
 
 from equipoise.errors import ConfigError
+from equipoise.models.config import TRAINING_ONLY, ModelConfig
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config
 from equipoise.train.schema import read_schema
+from equipoise.train.trainer import model_changes
 
 NUMBERS = [key for key, setting in read_schema(TrainConfig).settings.items() if "float" in setting.expected]
 
@@ -32,3 +34,29 @@ def test_no_number_may_be_infinite(key: str, value: str) -> None:
 def test_what_torch_would_refuse_is_refused_with_its_key(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=key):
         load_config(TrainConfig, None, [f"--{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_experts_per_tok": 3},
+        {"norm_topk_prob": True},
+        {"rope_theta": 500.0},
+        {"scoring_func": "sigmoid"},
+        {"routed_scaling_factor": 2.5},
+    ],
+    ids=str,
+)
+def test_a_resume_notices_settings_that_change_what_the_model_computes(changed: dict[str, object]) -> None:
+    (name,) = changed
+    saved = ModelConfig().model_dump(mode="json")
+    (message,) = model_changes(saved, ModelConfig.model_validate(changed))
+    assert message == f"model.{name} was {saved[name]} and is {changed[name]}"
+
+
+def test_a_resume_may_change_how_a_model_is_trained_and_knows_fewer_settings() -> None:
+    saved = ModelConfig(mlp_only_layers=(1,)).model_dump(mode="json")
+    saved.pop("routed_scaling_factor")  # of an older version
+    for name in TRAINING_ONLY:
+        saved[name] = "another"
+    assert model_changes(saved, ModelConfig(mlp_only_layers=(1,))) == []

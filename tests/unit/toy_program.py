@@ -15,12 +15,13 @@ from equipoise.errors import EquipoiseError
 from equipoise.train.stop import StopSignals
 
 
-def run_training(config: toy_config.ToyConfig, out_dir: Path, argv: list[str], resume: bool) -> None:
+def run_training(config: toy_config.ToyConfig, out_dir: Path, argv: list[str], resume: bool, typed: str) -> None:
     """Leave a trace of this rank in the run folder, then behave as `train.behaviour` says."""
     rank, behaviour = int(os.environ["RANK"]), config.train.behaviour
     seen = {name: os.environ.get(name, "") for name in sorted(NAMES)} | {
         "argv": " ".join(argv),
         "resume": str(resume),
+        "typed": typed,
         "steps": str(config.train.steps),
     }
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,7 @@ class Balancer:
     and FP32 gradients and `reduction_rows` FP32 gradients for the group, however many layers there are.
 
     Raises:
-        ConfigError: sizes that do not divide, an unknown planner.
+        ConfigError: sizes that do not divide, an unknown planner, a dtype of fewer than 16 bits.
     """
 
     def __init__(
@@ -120,6 +120,11 @@ class Balancer:
         config: BalanceConfig | None = None,
         transport_group: Group | None = None,
     ) -> None:
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ConfigError(
+                f"experts in {dtype} cannot be balanced: FP8 and other dtypes of fewer than 16 bits need scales, which "
+                "replicas do not carry. Compute the experts in torch.bfloat16 or torch.float32, or leave balancing off"
+            )
         self.config = config or BalanceConfig()
         self.settings = planner_settings(self.config)
         self._group, self.num_experts, self.dtype = ep_group, num_experts, dtype

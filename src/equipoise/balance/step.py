@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from equipoise.balance.compute import Counts, dual_add_bias, dual_linear, dual_mlp
 from equipoise.balance.plan import BalancePlan
@@ -75,15 +75,33 @@ class Attached:
     tensors: tuple[torch.Tensor, ...]
 
 
-def flatten_masters(masters: Masters) -> tuple[torch.Tensor, ...]:
-    """Local tensors: one stacked, or one per master."""
-    tensors = [masters] if isinstance(masters, torch.Tensor) else list(masters)
-    return tuple(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+def flatten_masters(name: str, masters: Masters) -> tuple[torch.Tensor, ...]:
+    """Local tensors: one stacked, or one per master.
+
+    Raises:
+        ConfigError: DTensors that split single experts.
+    """
+    tensors, first_dim = ([masters], 1) if isinstance(masters, torch.Tensor) else (list(masters), 0)
+    return tuple(_local(name, t, first_dim) if isinstance(t, DTensor) else t for t in tensors)
+
+
+def _local(name: str, tensor: DTensor, first_dim: int) -> torch.Tensor:
+    """`first_dim`: where the dimensions of one expert begin."""
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard) or tensor.device_mesh.size(axis) == 1:
+            continue
+        if placement.dim % tensor.dim() >= first_dim:
+            raise ConfigError(
+                f"weight {name!r} is split within each expert (Shard({placement.dim}) of {tuple(tensor.shape)}): "
+                "balancing cannot be combined with expert tensor parallelism, since a replica needs its expert's whole "
+                "weight on one rank. Attach whole experts, or leave balancing off"
+            )
+    return tensor.to_local()
 
 
 def enter_masters(name: str, masters: Masters) -> Entered:
     """Masters behind their join node, if their gradient is wanted."""
-    tensors, link = flatten_masters(masters), _Link(name)
+    tensors, link = flatten_masters(name, masters), _Link(name)
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return Entered(link, _Join.apply(link, *tensors) if wanted else tensors, wanted)
 
@@ -130,14 +148,14 @@ class Step:
                 which this rank's part is meant, in the balancer's dtype; or what `Balancer.enter` gave.
 
         Raises:
-            ConfigError: an unknown name, or masters of another shape or dtype.
+            ConfigError: an unknown name, masters of another shape or dtype, or split within experts.
         """
         balancer = self._balancer
         if not isinstance(masters, Entered):
             if self.replicas:
                 masters = enter_masters(name, masters)
             else:
-                masters = Entered(_Link(name), flatten_masters(masters), False)
+                masters = Entered(_Link(name), flatten_masters(name, masters), False)
         if masters.link.name != name:
             raise ConfigError(f"masters that entered as {masters.link.name!r} are attached as {name!r}")
         balancer.check_masters(name, masters.tensors)

@@ -11,5 +11,9 @@ class CheckpointConfig(Config):
     every: int = Field(default=0, ge=0)
     """Save after every so many optimizer steps. 0 saves only at the end, which is always done."""
 
+    allow_other_model: bool = False
+    """Resume although settings of the model that leave its shapes alone, such as num_experts_per_tok, are not those
+    that were saved."""
+
     keep_last: int = Field(default=2, ge=0)
     """Newest complete checkpoints kept; older ones are deleted once a new one is complete. 0 keeps all."""

@@ -57,10 +57,10 @@ def derive_axes(parallel: ParallelConfig, world_size: int, num_experts: int) -> 
         )
     shard = world_size // replicate
     if shard % ep:
+        others = f"{ep} processes, with --nproc-per-node {ep}" if world_size == 1 else "another number of processes"
         raise ConfigError(
             f"parallel.ep_size is {ep}, which does not divide {shard} ranks (world size {world_size} / "
-            f"parallel.replicate_size {replicate}): choose one of {divisors(shard)}, or start another number of "
-            "processes"
+            f"parallel.replicate_size {replicate}): choose one of {divisors(shard)}, or start {others}"
         )
     if num_experts % ep:
         valid = [d for d in divisors(num_experts) if shard % d == 0]

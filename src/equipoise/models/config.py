@@ -8,6 +8,16 @@ from equipoise.config import Config, divisors
 from equipoise.moe.losses import BalanceScope
 from equipoise.moe.router import RouterConfig
 
+TRAINING_ONLY = {
+    "bias_update_speed",
+    "initializer_range",
+    "max_position_embeddings",
+    "router_aux_loss_coef",
+    "router_aux_loss_scope",
+    "router_z_loss_coef",
+}
+"""Settings of a model that say how it is trained, not what it computes."""
+
 
 class ModelConfig(Config):
     """Qwen3-MoE architecture; the router can also be DeepSeek-V3's (sigmoid, bias, groups, shared experts)."""

@@ -72,7 +72,9 @@ class TrainConsole:
         step = int(record["step"])
         if record.get("eval_loss") is not None:
             self._eval_loss = float(record["eval_loss"])
-        line = describe(record, self._eval_loss, self._remaining_s(step))
+        # The live line keeps the latest evaluation; of plain lines only that of its step shows it.
+        eval_loss = self._eval_loss if self._live else record.get("eval_loss")
+        line = describe(record, eval_loss, self._remaining_s(step))
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, line=line)
         else:
@@ -148,7 +150,7 @@ class TrainConsole:
 
 
 def describe(record: Mapping[str, Any], eval_loss: float | None, remaining_s: float | None) -> str:
-    """One line for a record: loss, tokens/s, rank imbalance, the latest evaluation, time left."""
+    """One line for a record: loss, tokens/s, rank imbalance, the evaluation given, time left."""
     parts = []
     if "loss" in record:
         loss = record["loss"]

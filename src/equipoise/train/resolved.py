@@ -74,7 +74,7 @@ def _holds_none(value: Any) -> bool:
     return value is None
 
 
-def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequence[str]) -> None:
+def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequence[str], typed: str = "") -> None:
     """Write `config.toml` and `run.json` into `run_dir`, creating it. Call it on one rank only.
 
     Each file is written beside its place and renamed, so that a reader never sees half of one.
@@ -82,7 +82,7 @@ def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequ
     folder = Path(run_dir)
     _make_folder(folder)
     header = _HEADER.format(file=shlex.quote(str(folder / CONFIG_FILE)))
-    resolved, described = header + to_toml(config), json.dumps(describe_run(argv), indent=2) + "\n"
+    resolved, described = header + to_toml(config), json.dumps(describe_run(argv, typed), indent=2) + "\n"
     with writing(folder):
         write_replacing(folder / CONFIG_FILE, resolved)
         write_replacing(folder / RUN_FILE, described)
@@ -126,9 +126,14 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def describe_run(argv: Sequence[str]) -> dict[str, Any]:
-    """Command, versions, source commit, host and start time (UTC, ISO 8601)."""
+def describe_run(argv: Sequence[str], typed: str = "") -> dict[str, Any]:
+    """Commands, our variables, versions, source commit, host and start time (UTC, ISO 8601).
+
+    `typed` is what the user typed, `argv` the command that repeats it, with choices such as the folder made.
+    """
     return {
+        "typed": typed or shlex.join(argv),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("EQUIPOISE_")},
         "command": shlex.join(argv),
         "argv": list(argv),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -15,7 +15,7 @@ from equipoise.train.stop import StopSignals
 from equipoise.train.trainer import Trainer
 
 
-def run_training(config: TrainConfig, out: Path, argv: Sequence[str], resume: bool) -> None:
+def run_training(config: TrainConfig, out: Path, argv: Sequence[str], resume: bool, typed: str = "") -> None:
     """Trains `config` to the end in run folder `out`, or until a signal asks to stop, after saving.
 
     Args:
@@ -23,6 +23,7 @@ def run_training(config: TrainConfig, out: Path, argv: Sequence[str], resume: bo
         out: run folder, the same on every rank; gets `config.toml`, `run.json`, `metrics.jsonl`, `checkpoints/`.
         argv: the command, for `run.json`.
         resume: continue from the newest complete checkpoint in `out`, if there is one.
+        typed: the command line as the user gave it, for `run.json`; where it is empty, `argv`.
     """
     configure_logging()
     loop = config.train
@@ -36,7 +37,7 @@ def run_training(config: TrainConfig, out: Path, argv: Sequence[str], resume: bo
         trainer = Trainer(config, world, datasets, out, stop)
         trainer.restore(resume)
         # Only now: a run that the checkpoints refuse leaves the settings of the run that wrote them.
-        on_rank_0(world, lambda: save_resolved(config, out, argv))
+        on_rank_0(world, lambda: save_resolved(config, out, argv, typed))
         trainer.run()
 
 

@@ -95,6 +95,8 @@ class TrainStep:
         self.layers = moe_layers(model)
         balancing = self.layers[0].balancing if self.layers else None
         self.balancer = None if balancing is None else balancing.balancer
+        if self.balancer is not None:
+            self.balancer.transport.operation = operation
 
     def lay_down_routing(self, workload: Workload | None, step: int = 0) -> None:
         """Replaces what the routers choose by a step of a workload, until the next call; None lets them choose."""

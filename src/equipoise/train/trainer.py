@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from equipoise.distributed.agree import raise_together
 from equipoise.distributed.collectives import all_reduce_sum
 from equipoise.distributed.mesh import build_meshes
 from equipoise.distributed.world import World
-from equipoise.errors import NonFiniteLossError
+from equipoise.errors import CheckpointError, NonFiniteLossError
+from equipoise.models.config import TRAINING_ONLY, ModelConfig
 from equipoise.models.parallelize import build_parallel_model
 from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
@@ -267,8 +269,25 @@ class Trainer:
         if self.resumed_from is None:
             return
         restored = load_checkpoint(self.resumed_from, self._state(), self.world)
+        changes = model_changes(restored.config.get("model", {}), self.config.model)
+        if changes and not self.config.checkpoint.allow_other_model:
+            raise CheckpointError(
+                f"{self.resumed_from}: the checkpoint is of a model that computes something else: "
+                f"{'; '.join(changes)}. Use the settings of config.toml in the run folder, choose another --out, or "
+                "set --checkpoint.allow_other_model to go on with the same weights"
+            )
         self.loader.load_state_dict(restored.loader)
         self.step, self.metrics_position = restored.step, restored.metrics_position
+
+
+def model_changes(saved: Mapping[str, Any], present: ModelConfig) -> list[str]:
+    """Settings that change what the model computes, where they are not those that were saved."""
+    now = present.model_dump(mode="json")
+    return [
+        f"model.{name} was {saved[name]} and is {value}"
+        for name, value in now.items()
+        if name in saved and saved[name] != value and name not in TRAINING_ONLY
+    ]
 
 
 def compute_dtype(config: TrainConfig, world: World) -> torch.dtype:

@@ -6,11 +6,15 @@ offered it; a host writes a slot's gradient again only after `GradientPull.finis
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
 from equipoise.balance.replicas import Masters, Replica
+
+Operation = Callable[[str], AbstractContextManager[None]]
+"""Surrounds a wait with its name, so that messages about missing ranks can tell what each was doing."""
 
 
 class Pending(Protocol):
@@ -41,7 +45,9 @@ class GradientPull(Protocol):
 
 
 class Transport(Protocol):
-    """Moves whole experts between the ranks of an EP group."""
+    """Moves whole experts between the ranks of an EP group. `operation` surrounds every wait for peers."""
+
+    operation: Operation
 
     def push_weights(self, name: str, replicas: Sequence[Replica], masters: Masters, what: str) -> Pending:
         """Starts copying masters of this rank to their hosts' slots, and into this rank's slots from their homes.

@@ -7,23 +7,36 @@ been read on the host; nothing here waits for the device beyond the backend's ow
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
 from equipoise.balance.replicas import Masters, Replica, ReplicaBuffers
+from equipoise.balance.transport.base import Operation
 from equipoise.distributed.collectives import Group, live_group
 from equipoise.errors import RankFailure
 
 
 class PendingMessages:
-    """Works of one batch; keeps their tensors alive until the wait."""
+    """Works of one batch; keeps their tensors alive until the wait, which is an `operation` of the name `what`."""
 
-    def __init__(self, ops: list[dist.P2POp], peers: list[int], what: str) -> None:
-        self.ops, self.peers, self.what = ops, peers, what
+    def __init__(self, ops: list[dist.P2POp], peers: list[int], what: str, operation: Operation) -> None:
+        self.ops, self.peers, self.what, self.operation = ops, peers, what, operation
         self.works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> None:
+        if not self.works:
+            return
+        try:
+            with self.operation(self.what):  # may say more about the missing ranks
+                self._wait()
+        except RankFailure:
+            raise
+        except RuntimeError as error:
+            raise RankFailure(str(error)) from error.__cause__
+
+    def _wait(self) -> None:
         works, self.works = self.works, []
         for index, work in enumerate(works):
             try:
@@ -31,7 +44,7 @@ class PendingMessages:
             except RuntimeError as error:
                 # A backend that joins a batch into one work cannot tell its messages apart.
                 peers = [self.peers[index]] if len(works) == len(self.peers) else sorted(set(self.peers))
-                raise RankFailure(
+                raise RuntimeError(
                     f"{self.what}: rank {dist.get_rank()} waited for rank {', '.join(map(str, peers))}, which did not "
                     f"take part: {str(error).splitlines()[0]}"
                 ) from error
@@ -44,6 +57,7 @@ class CollectiveTransport:
 
     def __init__(self, group: Group | None, buffers: ReplicaBuffers) -> None:
         self._group, self.buffers = group, buffers
+        self.operation: Operation = lambda name: nullcontext()
         self.rank = 0 if group is None else dist.get_rank(live_group(group))
         self.global_ranks = [0] if group is None else dist.get_process_group_ranks(live_group(group))
         # A tag for each name and direction: a late gradient is never taken for a weight.
@@ -57,7 +71,7 @@ class CollectiveTransport:
             dist.P2POp(dist.isend if is_send else dist.irecv, tensor, peer, group, tag)
             for (is_send, tensor, _), peer in zip(messages, peers)
         ]
-        return PendingMessages(ops, peers, what)
+        return PendingMessages(ops, peers, what, self.operation)
 
     def push_weights(self, name: str, replicas: Sequence[Replica], masters: Masters, what: str) -> PendingMessages:
         slots = self.buffers.weights(name)
