@@ -84,13 +84,14 @@ def test_what_balancing_delivered_is_summarised_over_layers() -> None:
     """Two microbatches of three layers, in an EP group that is a quarter of the world."""
     loads = [(0, 1.0), (1, 1.2), (2, 2.0), (0, 1.1), (1, 1.0), (2, 1.8)]
     records = [LoadRecord((layer, 0), 2.5, after, 3, 100, 0.5) for layer, after in loads]
-    after_L, totals, worst = sum_records(records, world_size=4)
+    after_L, totals, worst = sum_records(records, waited_s=2.0, world_size=4)
     assert (4 * after_L).tolist() == pytest.approx([1.05, 1.1, 1.9])
     metrics = balance_metrics(BalanceResult(4 * after_L, worst, *(4 * totals).tolist()))
     assert metrics["rank_imbalance_after"] == pytest.approx(1.35)
     assert metrics["rank_imbalance_after_p50"] == pytest.approx(1.1)
     assert metrics["rank_imbalance_after_p95"] == pytest.approx(1.82)
     assert metrics["rank_imbalance_after_max"] == 2.0
+    assert metrics["balance_sync_s"] == 2.0
     assert (metrics["balance_copies"], metrics["balance_bytes"], metrics["balance_plan_s"]) == (18, 600, 3.0)
 
 

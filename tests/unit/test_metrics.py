@@ -154,7 +154,7 @@ def test_the_page_lists_every_field() -> None:
     written |= {"eval_loss", "eval_nats_per_byte", "nonfinite"}
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
-    balance = BalanceResult(torch.ones(1), 1.0, 0.0, 0.0, 0.0)
+    balance = BalanceResult(torch.ones(1), 1.0, 0.0, 0.0, 0.0, 0.0)
     assert listed == written | balance_metrics(balance).keys()
 
 

@@ -277,6 +277,11 @@ class Balancer:
         self._records.clear()
         return records
 
+    def take_waited_s(self) -> float:
+        """Seconds that this rank's host has waited for weights and gradients of replicas since the last call."""
+        waited_s, self.transport.waited_s = self.transport.waited_s, 0.0
+        return waited_s
+
     # For steps.
 
     def check_masters(self, name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -196,6 +196,7 @@ class Runner:
             "copies_per_step": result.balance.copies,
             "copied_bytes_per_step": result.balance.num_bytes,
             "plan_s_per_step": result.balance.plan_s,
+            "sync_s_per_step": result.balance.sync_s,
         }
 
     def _one_layer(self) -> tuple[DecoderLayer, tuple[Any, ...]]:
@@ -223,6 +224,7 @@ class Runner:
             "copies_per_step": record.copies,
             "copied_bytes_per_step": record.num_bytes,
             "plan_s_per_step": record.seconds,
+            "sync_s_per_step": self.trainer.step_runner.balancer.take_waited_s(),
         }
 
 

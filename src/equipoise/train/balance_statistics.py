@@ -22,7 +22,8 @@ class BalanceResult:
     after_L: max over mean of the rank loads in an EP group as delivered, mean over microbatches and EP groups.
     after_max: the largest of any layer, microbatch and EP group.
     copies, num_bytes: replicas of all layers and microbatches, and their weights' bytes one way; mean over EP groups.
-    plan_s: seconds for exchanging counts and planning, mean over ranks.
+    plan_s: seconds for exchanging counts and planning. sync_s: the host's wait for weights and gradients of
+        replicas. Means over ranks.
     """
 
     after_L: torch.Tensor
@@ -30,16 +31,20 @@ class BalanceResult:
     copies: float
     num_bytes: float
     plan_s: float
+    sync_s: float
 
 
-def sum_records(records: Sequence["LoadRecord"], world_size: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """This rank's share of a step's result: sums over ranks give `after_L` and [copies, num_bytes, plan_s]; the
+def sum_records(
+    records: Sequence["LoadRecord"], waited_s: float, world_size: int
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """This rank's share of a step's result: sums over ranks give `after_L` and [copies, num_bytes, plan_s, sync_s]; the
     maximum over ranks of the third gives `after_max`. float64 on the CPU."""
     by_layer: dict[Any, list[float]] = {}
     for record in records:
         by_layer.setdefault(record.key[0], []).append(record.after)  # type: ignore[index]
     after_L = torch.tensor([sum(values) / len(values) for values in by_layer.values()], dtype=torch.float64)
     totals = [sum(r.copies for r in records), sum(r.num_bytes for r in records), sum(r.seconds for r in records)]
+    totals.append(waited_s)
     worst = max((record.after for record in records), default=1.0)
     return after_L / world_size, torch.tensor(totals, dtype=torch.float64) / world_size, worst
 
@@ -56,4 +61,5 @@ def balance_metrics(result: BalanceResult) -> dict[str, Any]:
         "balance_copies": result.copies,
         "balance_bytes": result.num_bytes,
         "balance_plan_s": result.plan_s,
+        "balance_sync_s": result.sync_s,
     }

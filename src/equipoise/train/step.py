@@ -123,6 +123,7 @@ class TrainStep:
         }
         if self.balancer is not None:
             self.balancer.take_records()  # of evaluations
+            self.balancer.take_waited_s()
         sums = {name: torch.zeros((), device=self.device) for name in ("loss", *weights)}
         counts = []
         for number, batch in enumerate(batches):
@@ -165,7 +166,9 @@ class TrainStep:
         maxima = [worst, worst.new_tensor(float(stop))]
         balance_sums: list[torch.Tensor] = []
         if self.balancer is not None:
-            after_L, totals, worst_after = sum_records(self.balancer.take_records(), sizes.world)
+            after_L, totals, worst_after = sum_records(
+                self.balancer.take_records(), self.balancer.take_waited_s(), sizes.world
+            )
             balance_sums = [after_L.to(self.device), totals.to(self.device)]
             maxima.append(worst.new_tensor(worst_after))
         largest = torch.stack(maxima)

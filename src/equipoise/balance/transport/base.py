@@ -45,9 +45,11 @@ class GradientPull(Protocol):
 
 
 class Transport(Protocol):
-    """Moves whole experts between the ranks of an EP group. `operation` surrounds every wait for peers."""
+    """Moves whole experts between the ranks of an EP group. `operation` surrounds every wait for peers; `waited_s` is
+    the host's time in them."""
 
     operation: Operation
+    waited_s: float
 
     def push_weights(self, name: str, replicas: Sequence[Replica], masters: Masters, what: str) -> Pending:
         """Starts copying masters of this rank to their hosts' slots, and into this rank's slots from their homes.

@@ -6,6 +6,7 @@ is posted only when the slot is free, so the order of uses never depends on what
 been read on the host; nothing here waits for the device beyond the backend's own waits.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -19,22 +20,24 @@ from equipoise.errors import RankFailure
 
 
 class PendingMessages:
-    """Works of one batch; keeps their tensors alive until the wait, which is an `operation` of the name `what`."""
+    """Works of one batch; keeps their tensors alive until the wait, which is an operation of the name `what`."""
 
-    def __init__(self, ops: list[dist.P2POp], peers: list[int], what: str, operation: Operation) -> None:
-        self.ops, self.peers, self.what, self.operation = ops, peers, what, operation
+    def __init__(self, transport: "CollectiveTransport", ops: list[dist.P2POp], peers: list[int], what: str) -> None:
+        self.transport, self.ops, self.peers, self.what = transport, ops, peers, what
         self.works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> None:
         if not self.works:
             return
+        started = time.perf_counter()
         try:
-            with self.operation(self.what):  # may say more about the missing ranks
+            with self.transport.operation(self.what):  # may say more about the missing ranks
                 self._wait()
         except RankFailure:
             raise
         except RuntimeError as error:
             raise RankFailure(str(error)) from error.__cause__
+        self.transport.waited_s += time.perf_counter() - started
 
     def _wait(self) -> None:
         works, self.works = self.works, []
@@ -58,6 +61,7 @@ class CollectiveTransport:
     def __init__(self, group: Group | None, buffers: ReplicaBuffers) -> None:
         self._group, self.buffers = group, buffers
         self.operation: Operation = lambda name: nullcontext()
+        self.waited_s = 0.0
         self.rank = 0 if group is None else dist.get_rank(live_group(group))
         self.global_ranks = [0] if group is None else dist.get_process_group_ranks(live_group(group))
         # A tag for each name and direction: a late gradient is never taken for a weight.
@@ -71,7 +75,7 @@ class CollectiveTransport:
             dist.P2POp(dist.isend if is_send else dist.irecv, tensor, peer, group, tag)
             for (is_send, tensor, _), peer in zip(messages, peers)
         ]
-        return PendingMessages(ops, peers, what, self.operation)
+        return PendingMessages(self, ops, peers, what)
 
     def push_weights(self, name: str, replicas: Sequence[Replica], masters: Masters, what: str) -> PendingMessages:
         slots = self.buffers.weights(name)
