@@ -57,6 +57,7 @@ def test_a_resume_notices_settings_that_change_what_the_model_computes(changed: 
 def test_a_resume_may_change_how_a_model_is_trained_and_knows_fewer_settings() -> None:
     saved = ModelConfig(mlp_only_layers=(1,)).model_dump(mode="json")
     saved.pop("routed_scaling_factor")  # of an older version
+    assert {name for name in ModelConfig.model_fields if name.endswith("_coef")} <= TRAINING_ONLY
     for name in TRAINING_ONLY:
         saved[name] = "another"
     assert model_changes(saved, ModelConfig(mlp_only_layers=(1,))) == []

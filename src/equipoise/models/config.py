@@ -12,6 +12,7 @@ TRAINING_ONLY = {
     "bias_update_speed",
     "initializer_range",
     "max_position_embeddings",
+    "mtp_loss_coef",
     "router_aux_loss_coef",
     "router_aux_loss_scope",
     "router_z_loss_coef",
