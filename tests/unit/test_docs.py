@@ -133,7 +133,8 @@ def test_commands_parse_and_their_settings_load(page: str, line: str) -> None:
         return
     if name == "balance":
         recipe, overrides = split_recipe(TrainConfig, context.args)
-        load_config(TrainConfig, "demo" if recipe and recipe.startswith("runs/") else recipe, overrides)
+        known = ROOT / recipe if recipe and recipe.startswith("benchmarks/") else recipe
+        load_config(TrainConfig, "demo" if recipe and recipe.startswith("runs/") else known, overrides)
         return
     if context.params["help_config"]:
         cli.describe_settings(SCHEMA, context.args)
