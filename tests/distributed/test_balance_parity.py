@@ -43,7 +43,10 @@ def test_two_ranks(recompute: str) -> None:
 
 
 # Each layout in fresh processes: DTensor caches meshes by equality, and a mesh of an earlier world has other groups.
-@pytest.mark.parametrize("layout", [(4, 1), (2, 1), (2, 2)], ids="ep{0[0]}-replicate{0[1]}".format)
+SLOW_LAYOUT = pytest.param((2, 1), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layout", [(4, 1), SLOW_LAYOUT, (2, 2)], ids="ep{0[0]}-replicate{0[1]}".format)
 def test_four_ranks(layout: tuple[int, int]) -> None:
     """EP over all ranks, EP with FSDP, HSDP."""
     ep, replicate = layout

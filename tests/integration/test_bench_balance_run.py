@@ -39,6 +39,7 @@ def test_every_workload_of_a_finished_run(base: Base) -> None:
     assert "of ceiling" in output
 
 
+@pytest.mark.slow
 def test_one_layer_with_a_planner_of_another_name(base: Base) -> None:
     found, _ = bench(
         base.folder, "recipe.toml", "--parallel.ep_size", "2", "--layer", "--modes", "off,on,llep,forced",
