@@ -41,10 +41,12 @@ def test_every_workload_of_a_finished_run(base: Base) -> None:
 
 @pytest.mark.slow
 def test_one_layer_with_a_planner_of_another_name(base: Base) -> None:
-    found, _ = bench(
+    found, output = bench(
         base.folder, "recipe.toml", "--parallel.ep_size", "2", "--layer", "--modes", "off,on,llep,forced",
         "--workloads", "hot_rank", "--slots", "advise", "--imbalance", "1.5",
     )  # fmt: skip
     assert [row["mode"] for row in found["rows"]] == ["off", "on", "llep", "forced"]
     assert found["summary"]["layer"] is True
     assert found["summary"]["balance"]["copy_tokens"] > 0
+    assert "pays from an imbalance of" in output
+    assert all(sum(map(sum, row["sent_rows"])) > 0 and 0 <= row["remote_share"] <= 1 for row in found["rows"])

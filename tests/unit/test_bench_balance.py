@@ -95,10 +95,12 @@ def test_advice_moves_as_much_as_pays() -> None:
 
 def test_turns_are_merged() -> None:
     part = {"seconds": [1.0, 3.0], "delivered": [1.0, 1.2], "memory": 5, "buffers": 7, "balanced": []}
+    part["sent"] = [[6, 2], [4, 8]]
     on = part | {"balanced": [{"imbalance_planned": 1.0, "imbalance_routed": 2.0, "copies_per_step": 4.0}]}
     row = balance_run._merge([part, part | {"memory": 9}], tokens=10)
     assert (row["step_s"], row["steps"], row["memory_peak_bytes"], row["tokens_per_second"]) == (2.0, 4, 9, 5.0)
     assert row["imbalance_routed"] == pytest.approx(1.1)
+    assert (row["sent_rows"], row["remote_share"]) == ([[6, 2], [4, 8]], pytest.approx(0.3))
     assert balance_run._merge([on], tokens=10)["imbalance_routed"] == 2.0
 
 
@@ -107,6 +109,8 @@ def test_rows_are_counted_as_they_arrive() -> None:
 
     counted = balance_run.CountingDispatcher(build_dispatcher("local", 4, None))
     ids_TK = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)
+    counted.sent_P = torch.zeros(1, dtype=torch.int64)
     arrived = counted.dispatch(torch.randn(2, 3), ids_TK, torch.ones(2, 2))
+    assert counted.sent_P.tolist() == [3]
     assert counted.combine(arrived.rows_RD, arrived.handle).shape == (2, 3)
     assert torch.stack(counted.arrived).tolist() == [3]

@@ -209,6 +209,16 @@ def test_no_plan_when_the_copy_costs_what_it_saves(copy_tokens: int, copies: int
     assert int(placement.num_copies) == copies
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 16])
+def test_small_batches_are_left_alone(tokens: int) -> None:
+    """With 16 tokens a rank and top-8, a copy worth 1,000 tokens is never made up for, however uneven the load."""
+    load_E = torch.zeros(128, dtype=torch.int64)
+    load_E[:8] = 8 * tokens
+    placement = plan_load(load_E, 8, PlannerSettings(2, copy_tokens=1000))
+    assert int(placement.num_copies) == 0
+    assert torch.equal(placement.quota.view(8, 18)[:, :16].flatten(), load_E.int())
+
+
 def test_copy_time_in_tokens_does_not_depend_on_the_expert() -> None:
     assert tokens_per_copy(600e12, 400e9, syncs=1, training=False) == 1500
     assert tokens_per_copy(600e12, 400e9) == 1000

@@ -21,6 +21,7 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from equipoise.accelerator import get_accelerator
+from equipoise.balance.cost import break_even_imbalance
 from equipoise.balance_config import BalanceConfig
 from equipoise.bench.advice import measure_copy_tokens, slots_for
 from equipoise.bench.balance import FORCED, NATURAL, OFF, ON
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from equipoise.moe.balancing import ExpertBalancing
 
 WARM_UP = 1
-TABLE_WIDTH = 116
+TABLE_WIDTH = 125
 NOISE = 0.02
 """Relative difference of step times that says nothing."""
 
@@ -106,15 +107,20 @@ class Study:
 
 
 class CountingDispatcher:
-    """A dispatcher that remembers how many rows arrived each time."""
+    """A dispatcher that remembers how many rows arrived each time, and in `sent_P`, while that is a tensor, how many
+    went to each rank."""
 
     def __init__(self, inner: Dispatcher) -> None:
         self.inner, self.num_local_experts = inner, inner.num_local_experts
         self.arrived: list[torch.Tensor] = []
+        self.sent_P: torch.Tensor | None = None
 
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None
     ) -> Dispatched:
+        if self.sent_P is not None:
+            ranks = ids_TK.flatten().long() // self.num_local_experts  # -1 goes nowhere
+            self.sent_P.index_add_(0, ranks.clamp(min=0), (ranks >= 0).to(self.sent_P.dtype))
         result = self.inner.dispatch(x_TD, ids_TK, weights_TK, exchange)
         self.arrived.append(result.counts_M.sum())
         return result
@@ -301,10 +307,13 @@ def _turn(switch: Switch, runner: Runner, mode: str, routings: Sequence[Syntheti
     accelerator.reset_peak_memory()
     seconds: list[float] = []
     balanced: list[dict[str, float]] = []
+    sent_P = torch.zeros(trainer.plan.axes.ep, dtype=torch.int64, device=world.device)
+    dispatcher.sent_P = sent_P
     for index in range(-WARM_UP, len(routings)):
         switch.lay_down(routings[index])
         if index == 0:
             dispatcher.arrived.clear()
+            dispatcher.sent_P = None
         dist.barrier(group=trainer.meshes.world_group)
         accelerator.synchronize()
         start = accelerator.event(timing=True)
@@ -322,6 +331,7 @@ def _turn(switch: Switch, runner: Runner, mode: str, routings: Sequence[Syntheti
         "memory": accelerator.memory().peak_allocated,
         "buffers": 0 if balancer is None else balancer.num_bytes,
         "rows": torch.stack(dispatcher.arrived).tolist(),
+        "sent": sent_P.tolist(),
     }
     ranks = gather_json(mine, world)
     group = dist.get_process_group_ranks(trainer.meshes.ep_group)
@@ -332,6 +342,7 @@ def _turn(switch: Switch, runner: Runner, mode: str, routings: Sequence[Syntheti
         "buffers": mine["buffers"],
         "delivered": (rows_CP.amax(1) / rows_CP.mean(1).clamp(min=1)).tolist(),
         "balanced": balanced,
+        "sent": [ranks[r]["sent"] for r in group],
     }
 
 
@@ -350,6 +361,9 @@ def _merge(parts: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
         "memory_peak_bytes": max(part["memory"] for part in parts),
         "buffer_bytes": parts[-1]["buffers"],
     }
+    sent_PP = parts[-1]["sent"]
+    row["sent_rows"] = sent_PP
+    row["remote_share"] = 1 - sum(sent[i] for i, sent in enumerate(sent_PP)) / max(1, sum(map(sum, sent_PP)))
     row["imbalance_routed"] = row["imbalance_delivered"]
     for key in balanced[0] if balanced else ():
         row[key] = statistics.fmean(found[key] for found in balanced)
@@ -396,7 +410,19 @@ def _show(study: Study, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
     ceiling = {row["workload"]: row["step_s"] for row in rows if row["mode"] == FORCED}
     title = "one decoder layer, forward and backward" if study.layer else "training steps"
     table = Table(title=f"Balancing: {title}, {balance.num_redundant_experts_per_rank} replica slots per rank")
-    headings = ("workload", "mode", "ms", "tokens/s", "of ceiling", "routed", "planned", "delivered", "copies", "MiB")
+    headings = (
+        "workload",
+        "mode",
+        "ms",
+        "tokens/s",
+        "of ceiling",
+        "routed",
+        "planned",
+        "delivered",
+        "remote",
+        "copies",
+        "MiB",
+    )
     for number, heading in enumerate((*headings, "peak MiB")):
         table.add_column(heading, justify="left" if number < 2 else "right")
     previous = None
@@ -415,6 +441,7 @@ def _show(study: Study, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
             _number(row.get("imbalance_routed")),
             _number(row.get("imbalance_planned")),
             _number(row["imbalance_delivered"]),
+            f"{row['remote_share']:.0%}",
             _number(row.get("copies_per_step"), ".0f"),
             _number(row.get("copied_bytes_per_step", 0) / 2**20 if "copied_bytes_per_step" in row else None, ".1f"),
             f"{row['memory_peak_bytes'] / 2**20:,.0f}",
@@ -425,8 +452,16 @@ def _show(study: Study, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
     console.print(table)
     console.print(
         "routed, planned, delivered: largest over mean rank load, by the router's choice, as planned, and as rows "
-        "arrived; copies and MiB: replicas per step and their weights, one way."
+        "arrived; remote: rows that leave their rank; copies and MiB: replicas per step and their weights, one way."
     )
+    if balance.copy_tokens:
+        tokens = trainer.plan.micro_batch_size * trainer.config.train.sequence_length
+        load = tokens * trainer.config.model.num_experts_per_tok
+        pays = break_even_imbalance(load, balance.copy_tokens)
+        console.print(
+            f"One copy takes as long as an expert's {balance.copy_tokens} tokens; with a mean rank load of {load} one "
+            f"replica pays from an imbalance of {pays:.3f} on."
+        )
     for line in verdicts(rows):
         console.print(line, soft_wrap=True)
     summary: dict[str, Any] = dict(summarize(rows))
