@@ -26,3 +26,4 @@ def test_every_group_and_case_has_a_row() -> None:
     rows = [row for row in re.findall(r"^\| (C.*?) \|", TEXT, re.MULTILINE) if row[1].isdigit()]
     assert re.findall(r"C(\d\d)", " ".join(rows)) == CASES.split()
     assert [int(n) for n in re.findall(r"^\| B(\d\d) ", TEXT, re.MULTILINE)] == BALANCE
+    assert [int(n) for n in re.findall(r"^\| W(\d) ", TEXT, re.MULTILINE)] == list(range(1, 10))
