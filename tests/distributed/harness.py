@@ -1,17 +1,22 @@
-"""Runs a function on several ranks, each a fresh interpreter, under a deadline.
+"""Runs a function on several ranks, each a process of its own, under a deadline.
 
 `run_ranks(fn, world_size, *args)` returns what each rank returned, or fails with every rank's traceback and
 output. `observe_ranks` is the same without the judgement, for tests in which ranks are meant to die.
 Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port), and
 one thread. `fn` is a top-level function of an importable module or of a test file. At the deadline every rank
 writes the stacks of its threads, then all are killed; no process outlives the call.
+
+Ranks are forked from one nursery, a process that has imported torch and nothing of ours and has started no thread:
+importing torch takes longer than most tests.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import pickle
 import signal
@@ -28,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 OUTPUT_TAIL = 6000  # characters of each rank's output that a failure shows
+PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "pydantic")
 STACKS_S = 1.0  # time that a rank is given to write its stacks before it is killed
 
 
@@ -97,20 +103,13 @@ def observe_ranks(
         call = (fn.__module__, source, fn.__qualname__, pickle.dumps(args))
         (job / "call").write_bytes(pickle.dumps(call))
         base = {**os.environ, **_environment(world_size), **(env or {})}
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[_Forked] = []
         ended: dict[int, float] = {}
         start = time.monotonic()
         try:
             for rank in range(world_size):
-                with open(job / f"output{rank}", "wb") as output:
-                    process = subprocess.Popen(
-                        [sys.executable, __file__, str(job), str(rank)],
-                        env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
+                variables = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = _nursery().fork(job, rank, variables)
                 ranks.append(process)
             needed = set(range(world_size) if wait_for is None else wait_for)
             limit = start + deadline_s
@@ -127,6 +126,64 @@ def observe_ranks(
         return [_outcome(job, rank, codes[rank], ended.get(rank, total)) for rank in range(world_size)]
 
 
+class _Nursery:
+    """The process that ranks are forked from: one line of JSON asks, one answers."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "nursery"],
+            env={**os.environ, **_environment(1)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        atexit.register(self.process.kill)
+        self._lock = threading.Lock()
+
+    def ask(self, **question: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with self._lock:
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+
+    def fork(self, job: Path, rank: int, variables: Mapping[str, str]) -> "_Forked":
+        return _Forked(self, self.ask(job=str(job), rank=rank, variables=dict(variables), path=sys.path))
+
+
+class _Forked:
+    """A rank, with the part of Popen's interface that is used here."""
+
+    def __init__(self, nursery: _Nursery, pid: int) -> None:
+        self.nursery, self.pid = nursery, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.nursery.ask(poll=self.pid)
+        return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+_nurseries: list[_Nursery] = []
+
+
+def _nursery() -> _Nursery:
+    if not _nurseries or _nurseries[0].process.poll() is not None:
+        _nurseries[:] = [_Nursery()]
+    return _nurseries[0]
+
+
 def _environment(world_size: int) -> dict[str, str]:
     return {
         "WORLD_SIZE": str(world_size),
@@ -140,7 +197,7 @@ def _environment(world_size: int) -> dict[str, str]:
     }
 
 
-def _stop(ranks: list[subprocess.Popen[bytes]]) -> list[int | None]:
+def _stop(ranks: "list[_Forked]") -> list[int | None]:
     """Kills what still runs, with its descendants, once its stacks are written. Exit codes; None: killed."""
     codes = [process.poll() for process in ranks]
     running = [process for process, code in zip(ranks, codes) if code is None]
@@ -220,5 +277,50 @@ def _rank_main(job: Path, rank: int) -> int:
     return 0 if returned else 1
 
 
+def _nursery_main() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what anybody prints must not be taken for an answer
+    questions = iter(sys.stdin.readline, "")
+    for line in questions:
+        question = json.loads(line)
+        if "poll" in question:
+            pid, status = os.waitpid(question["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                _become_rank(question)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _become_rank(question: dict[str, Any]) -> None:
+    """In the forked process: what a fresh interpreter would have, then the rank; does not return."""
+    os.setsid()
+    job, rank = Path(question["job"]), question["rank"]
+    output = os.open(job / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.closerange(3, 256)  # the nursery's pipes
+    os.environ.clear()
+    os.environ.update(question["variables"])
+    sys.path[:] = question["path"]
+    code = 1
+    try:
+        code = _rank_main(job, rank)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(_rank_main(Path(sys.argv[1]), int(sys.argv[2])))
+    _nursery_main()
