@@ -31,7 +31,7 @@ def check(cases: list[Case], world_size: int) -> None:
             assert not differing, f"{found_case} differs: {differing}"
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_two_ranks(recompute: str) -> None:
     """Slots 1, 2 and M; a hot expert and a hot rank; with and without accumulation."""
     options = zip(cycle(DISPATCHERS), [1, 2, M2, 1], cycle([2, 1]), [1, 1, M2, M2])

@@ -104,6 +104,7 @@ def test_a_killed_worker_ends_the_run_with_its_rank_named_and_nothing_left(base:
     assert "resuming after step" in train(base.folder, "killed", *EP2, "--train.steps", str(last + 1), nproc=2)
 
 
+@pytest.mark.slow
 def test_a_used_folder_continues_unless_a_new_run_is_asked_for(base: Base) -> None:
     run = copy_run(base, "used", keep=[30])
     before = (run / "metrics.jsonl").read_bytes()
