@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 WARM_UP = 1
 TABLE_WIDTH = 125
-NOISE = 0.02
+NOISE = 0.05
 """Relative difference of step times that says nothing."""
 
 
