@@ -61,7 +61,8 @@ class CPUAccelerator(Accelerator):
 
     def __init__(self) -> None:
         self._stream = CPUStream()
-        self._peak_since_reset: int | None = None  # used only where the system cannot reset its own peak
+        self._highest_read = 0  # since the last reset
+        self._system_resets = True
 
     def device(self, index: int | None = None) -> torch.device:
         """`torch.device("cpu")` for every index: all ranks of a host share it."""
@@ -113,19 +114,19 @@ class CPUAccelerator(Accelerator):
     def memory(self) -> MemoryStats:
         """Resident memory of the process; free and total of the cgroup or the machine, whichever is tighter.
 
-        Where the system cannot reset its peak (`reset_peak_memory`), the peak is the highest value read
+        The peak is the larger of the system's own, where it can be reset (`reset_peak_memory`), and the highest value read
         since.
         """
         now = host_memory.resident()
-        peak = max(now, host_memory.peak_resident())
-        if self._peak_since_reset is not None:
-            peak = self._peak_since_reset = max(now, self._peak_since_reset)
+        self._highest_read = max(now, self._highest_read)  # the system's own peak may lag behind
+        peak = max(self._highest_read, host_memory.peak_resident() if self._system_resets else 0)
         free, total = host_memory.available_and_total()
         return MemoryStats(allocated=now, peak_allocated=peak, reserved=now, free=free, total=total)
 
     def reset_peak_memory(self) -> None:
         """Restart the peak at the present resident memory."""
-        self._peak_since_reset = None if host_memory.reset_peak() else host_memory.resident()
+        self._system_resets = host_memory.reset_peak()
+        self._highest_read = host_memory.resident()
 
     def empty_cache(self) -> None:
         """Nothing to do: torch keeps no cache of CPU memory."""
