@@ -114,8 +114,8 @@ class CPUAccelerator(Accelerator):
     def memory(self) -> MemoryStats:
         """Resident memory of the process; free and total of the cgroup or the machine, whichever is tighter.
 
-        The peak is the larger of the system's own, where it can be reset (`reset_peak_memory`), and the highest value read
-        since.
+        The peak is the larger of the system's own, where that can be reset (`reset_peak_memory`), and the highest
+        value read since.
         """
         now = host_memory.resident()
         self._highest_read = max(now, self._highest_read)  # the system's own peak may lag behind
