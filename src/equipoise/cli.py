@@ -21,6 +21,7 @@ from equipoise.bench import plan as _plan  # noqa: F401
 from equipoise.bench.group import bench
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.exit_codes import EXIT_FAILED, exit_codes
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
 from equipoise.train.schema import Schema, read_schema
@@ -100,17 +101,11 @@ def _train_help() -> str:
 @main.command(
     help=_train_help(),
     short_help="Train a model from a recipe and settings.",
-    options_metavar="[RECIPE] [--SECTION.KEY VALUE]... [OPTIONS]",
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    **RECIPE_AND_SETTINGS,
 )
 def train(
     context: typer.Context,
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            min=1, show_default="one per accelerator device; 1 on CPU", help="Worker processes to start here."
-        ),
-    ] = None,
+    nproc_per_node: NprocPerNode = None,
     out: Annotated[
         Path | None,
         typer.Option(show_default="a new folder under runs/", help="Run folder: settings, metrics, checkpoints."),

@@ -79,11 +79,13 @@ def test_summary_and_verdicts() -> None:
 
 def test_forced_is_even_but_keeps_the_workloads_tokens() -> None:
     ragged = Workload("ragged_sources", 1.5, 8, 2, 4)
-    forced = balance_run._routing(ragged, "forced", 0, 3)
+    even = Workload("balanced", 1.0, 8, 2, 4)
+    forced = balance_run._routing(ragged, "forced", 0, 3, even)
     assert forced is not None
     assert forced.expert_counts(400) == [25] * 8  # a quarter of the tokens, two choices each
-    assert balance_run._routing(ragged, "on", 0, 3) == ragged.routing(0, 3)
-    assert balance_run._routing(None, "on", 0, 3) is None
+    assert balance_run._routing(ragged, "on", 0, 3, even) == ragged.routing(0, 3)
+    assert balance_run._routing(None, "on", 0, 3, even) is None
+    assert balance_run._routing(None, "forced", 0, 3, even) == even.routing(0, 3)
 
 
 def test_advice_moves_as_much_as_pays() -> None:

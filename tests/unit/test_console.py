@@ -108,3 +108,4 @@ def test_no_stdout_at_all_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with TrainConsole(1) as console:
         console.update({"step": 1, "loss": 2.0})
         console.finish(1, 2.0)
+        assert console._shown, "a missing stream was taken for a lost one"

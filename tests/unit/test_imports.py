@@ -20,7 +20,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("train", "serve"),
     ("integrations",),
     ("recipes",),
-    ("launch",),
+    ("launch", "options"),
     ("exit_codes",),
     ("bench",),
     ("doctor",),

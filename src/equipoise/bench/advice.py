@@ -1,12 +1,14 @@
 """How many replica slots a workload wants on this machine, by the cost model and two measured rates."""
 
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from equipoise.balance.config import planner_settings
 from equipoise.balance.cost import advise_slots
+from equipoise.balance.rules import MAX_COPY_TOKENS
 from equipoise.balance_config import BalanceConfig
 from equipoise.distributed.world import World
 from equipoise.kernels.grouped_mlp import grouped_mlp
@@ -35,8 +37,8 @@ def measure_copy_tokens(config: TrainConfig, plan: RunPlan, world: World) -> int
         grouped_mlp(rows_RD, gate_up, down, counts, config.train.expert_kernel).sum().backward()
 
     def copy() -> None:
-        size, rank = world.size, world.rank
-        peers = ((rank + 1) % size, (rank - 1) % size)
+        ep, place = plan.axes.ep, world.rank % plan.axes.ep  # neighbours in the EP group: its ranks are consecutive
+        peers = [world.rank - place + (place + step) % ep for step in (1, -1)]
         ops = [dist.P2POp(dist.isend, weights, peers[0]), dist.P2POp(dist.irecv, received, peers[1])]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
@@ -44,10 +46,10 @@ def measure_copy_tokens(config: TrainConfig, plan: RunPlan, world: World) -> int
     seconds = torch.tensor([_median(compute, world), _median(copy, world)], dtype=torch.float64, device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.group)
     per_token, per_copy = float(seconds[0]) / rows, float(seconds[1])
-    return round(SYNCS * per_copy / per_token)
+    return min(round(SYNCS * per_copy / per_token), MAX_COPY_TOKENS)
 
 
-def _median(work, world: World) -> float:
+def _median(work: Callable[[], None], world: World) -> float:
     times = []
     for _ in range(REPEATS + 1):
         world.accelerator.synchronize()

@@ -11,6 +11,7 @@ from equipoise import launch
 from equipoise.bench.group import bench
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode
 from equipoise.train.load import load_config, split_recipe
 
 if TYPE_CHECKING:
@@ -36,17 +37,11 @@ NATURAL = "natural"
         "Modes: off, on, forced, or the name of a planner, which is on with that planner."
     ),
     short_help="Measure what balancing gains.",
-    options_metavar="[RECIPE] [--SECTION.KEY VALUE]... [OPTIONS]",
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    **RECIPE_AND_SETTINGS,
 )
 def balance(
     context: typer.Context,
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            min=1, show_default="one per accelerator device; 1 on CPU", help="Worker processes to start here."
-        ),
-    ] = None,
+    nproc_per_node: NprocPerNode = None,
     modes: Annotated[str, typer.Option(help="Modes to compare, separated by commas.")] = f"{OFF},{ON},{FORCED}",
     workloads: Annotated[str, typer.Option(help="Workloads, separated by commas, or `all`.")] = "all",
     imbalance: Annotated[float, typer.Option(help="Largest over mean rank load of uneven workloads.")] = 1.5,

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from equipoise.moe.balancing import ExpertBalancing
 
 WARM_UP = 1
+HEADINGS = (
+    *("workload", "mode", "ms", "tokens/s", "of ceiling", "routed", "planned", "delivered", "remote"),
+    *("copies", "MiB", "peak MiB"),
+)
 TABLE_WIDTH = 125
 NOISE = 0.05
 """Relative difference of step times that says nothing."""
@@ -271,7 +275,8 @@ def _with_advice(study: Study, config: TrainConfig, world: World) -> TrainConfig
 def _measure(study: Study, trainer: Trainer) -> list[dict[str, Any]]:
     """One row for each workload and mode, equal on every rank."""
     switch, runner = Switch(trainer), Runner(trainer, study)
-    world, ep = trainer.world, trainer.meshes.ep.get_local_rank()
+    world, rank, ep_size = trainer.world, trainer.meshes.ep.get_local_rank(), trainer.plan.axes.ep
+    even = study.workload("balanced", trainer.config, ep_size)
     turns = [(name, mode) for name in study.all_workloads for _ in range(study.rounds) for mode in study.modes]
     parts: dict[tuple[str, str], list[dict[str, Any]]] = {}
     columns = (TextColumn("{task.description:28}"), *Progress.get_default_columns()[1:3], TimeRemainingColumn())
@@ -279,30 +284,25 @@ def _measure(study: Study, trainer: Trainer) -> list[dict[str, Any]]:
         task = progress.add_task("", total=len(turns))
         for name, mode in turns:
             progress.update(task, description=f"{name}, {mode}")
-            workload = None if name == NATURAL else study.workload(name, trainer.config, trainer.plan.axes.ep)
-            routings = [_routing(workload, mode, step, ep) for step in range(study.steps)]
+            workload = None if name == NATURAL else study.workload(name, trainer.config, ep_size)
+            routings = [_routing(workload, mode, step, rank, even) for step in range(study.steps)]
             with world.operation(f"{name}, {mode}", deadline_s=10 * world.timeout_s):
                 parts.setdefault((name, mode), []).append(_turn(switch, runner, mode, routings))
             progress.advance(task)
     return [{"workload": name, "mode": mode} | _merge(found, runner.tokens) for (name, mode), found in parts.items()]
 
 
-def _routing(workload: Workload | None, mode: str, step: int, rank: int) -> SyntheticRouting | None:
-    """What a workload's step lays down. Forced: even over the experts, with the workload's tokens."""
-    routing = None if workload is None else workload.routing(step, rank)
-    if mode != FORCED or routing is None:
-        return routing
-    return replace(routing, shares_E=(1 / len(routing.shares_E),) * len(routing.shares_E))
+def _routing(workload: Workload | None, mode: str, step: int, rank: int, even: Workload) -> SyntheticRouting | None:
+    """What a step lays down; None is the router's choice. Forced: `even`, with the workload's tokens."""
+    if mode == FORCED:
+        return replace((workload or even).routing(step, rank), shares_E=even.shares())
+    return None if workload is None else workload.routing(step, rank)
 
 
 def _turn(switch: Switch, runner: Runner, mode: str, routings: Sequence[SyntheticRouting | None]) -> dict[str, Any]:
     """A few steps of one mode: seconds of the slowest rank, loads, copies, memory. Collective."""
-    trainer, model = switch.trainer, switch.trainer.config.model
-    world, ep_mesh = trainer.world, trainer.meshes.ep
+    trainer, world = switch.trainer, switch.trainer.world
     dispatcher, balancer = switch.set(mode)
-    if mode == FORCED and routings[0] is None:
-        even = Workload("balanced", 1.0, model.num_experts, model.num_experts_per_tok, trainer.plan.axes.ep)
-        routings = [even.routing(step, ep_mesh.get_local_rank()) for step in range(len(routings))]
     accelerator = world.accelerator
     accelerator.reset_peak_memory()
     seconds: list[float] = []
@@ -410,7 +410,7 @@ def _show(study: Study, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
     ceiling = {row["workload"]: row["step_s"] for row in rows if row["mode"] == FORCED}
     title = "one decoder layer, forward and backward" if study.layer else "training steps"
     table = Table(title=f"Balancing: {title}, {balance.num_redundant_experts_per_rank} replica slots per rank")
-    headings = (
+    headings = [
         "workload",
         "mode",
         "ms",
@@ -422,8 +422,9 @@ def _show(study: Study, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
         "remote",
         "copies",
         "MiB",
-    )
-    for number, heading in enumerate((*headings, "peak MiB")):
+        "peak MiB",
+    ]
+    for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < 2 else "right")
     previous = None
     for row in rows:
