@@ -1,0 +1,40 @@
+"""Whether Triton kernels can run on a device, and why not. Nothing here imports Triton before it is asked.
+
+Files named `*_triton.py` import Triton at their top; everything else imports those files inside functions, so that the
+package works where there is no Triton (macOS, Windows).
+"""
+
+import importlib.util
+import os
+from functools import lru_cache
+
+import torch
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter was asked for: kernels then run on CPU tensors, slowly (FP32, FP16)."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+@lru_cache
+def triton_problem(device_type: str) -> str | None:
+    """None if Triton kernels run on tensors of this device type (`torch.device.type`), otherwise the reason."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device_type == "cpu":
+        return None if is_interpreted() else "Triton does not compile for CPUs"
+    if is_interpreted():
+        return "TRITON_INTERPRET is set, which is for CPU tensors"
+    import triton
+
+    try:
+        target = triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # drivers raise what they like when there is none
+        return f"Triton {triton.__version__} finds no device: {str(error).splitlines()[0]}"
+    known = {"cuda": ("cuda",), "hip": ("cuda",)}.get(target.backend, (target.backend,))
+    return None if device_type in known else f"Triton's device is {target.backend}, the tensors' is {device_type}"
+
+
+def can_use_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run on this device."""
+    return triton_problem(device.type) is None

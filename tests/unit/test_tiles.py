@@ -1,0 +1,29 @@
+"""Tile tables against a loop in plain Python."""
+
+import pytest
+import torch
+
+from equipoise.kernels.tiles import max_tiles, plain_tiles
+
+COUNTS = [[0], [1], [128], [129], [0, 0, 0], [5, 0, 7], [0, 300, 0, 1], [127, 128, 129, 0], [1000, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("block_rows", [16, 128])
+@pytest.mark.parametrize("spare_rows", [0, 37])
+def test_tables_cover_every_row_once(counts: list[int], block_rows: int, spare_rows: int) -> None:
+    num_masters = len(counts) // 2
+    num_rows = sum(counts) + spare_rows
+    tiles = plain_tiles(torch.tensor(counts), num_masters, num_rows, block_rows)
+    expected, starts, first = [], [0], 0
+    for expert, count in enumerate(counts):
+        expected += [(expert, row) for row in range(first, first + count, block_rows)]
+        first += count
+        starts.append(first)
+    spare = max_tiles(num_rows, len(counts), block_rows) - len(expected)
+    assert spare >= 0
+    assert tiles.offsets_L1.tolist() == starts
+    assert list(zip(tiles.expert_W.tolist(), tiles.row_W.tolist())) == expected + [(-1, -1)] * spare
+    assert tiles.num_2.tolist() == [sum(e < num_masters for e, _ in expected), len(expected)]
+    assert tiles.order_L.tolist() == sorted(range(len(counts)), key=lambda e: -counts[e])
+    assert {x.dtype for x in tiles[:5]} == {torch.int32}
