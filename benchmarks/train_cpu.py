@@ -1,15 +1,15 @@
 """Training speed on two CPU cores: EP 2 against one process, and one process against transformers.
 
 Every variant trains the same model on the same token stream with AdamW, FP32, one thread per process, each process
-pinned to a core of its own. Variants run in turns, several rounds each, so that a change of the machine's speed
-meets all of them; a variant's figure is the median step over all rounds.
+pinned to a core of its own. All variants are started and warmed up, then they take turns step by step while the others
+sleep, so that a change of the machine's speed meets all of them; a variant's figure is its median step.
 
 Our variants train with the aux-loss-free selection bias on, and its first steps are warm-up; sequences are short and
 many, because the tokens of one sequence are routed alike. An untrained router sends up to 30 % more tokens to one rank
 than to the other, and the figure is meant to be that of expert parallelism, not of uneven load. The imbalance that
 remained is in the results.
 
-Run: python benchmarks/train_cpu.py [--rounds N] [--steps N]   (writes benchmarks/results/train-cpu.json)
+Run: python benchmarks/train_cpu.py [--steps N]   (writes benchmarks/results/train-cpu.json)
 """
 
 import argparse
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from equipoise.bench.results import results_folder, write_results
@@ -54,16 +55,17 @@ def batch(step: int):
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def time_steps(run_step: Callable[[int], None], steps: int) -> list[float]:
-    """Seconds of each step after the warm-up."""
-    for step in range(WARM_UP):
-        run_step(step)
+def take_turns(run_step: Callable[[int], None], steps: int) -> list[float]:
+    """Seconds of each step after the warm-up. Every step waits for its turn: a line on the standard input."""
     seconds = []
-    for step in range(WARM_UP, WARM_UP + steps):
+    for step in range(WARM_UP + steps):
+        sys.stdin.readline()
         start = time.perf_counter()
         run_step(step)
         seconds.append(time.perf_counter() - start)
-    return seconds
+        print("done", flush=True)
+    sys.stdin.readline()  # sleeps until all variants have finished
+    return seconds[WARM_UP:]
 
 
 def run_equipoise(steps: int) -> dict:
@@ -100,7 +102,7 @@ def run_equipoise(steps: int) -> dict:
             runner.update(result, norm, LR)
             imbalances.append(float(result.rank_imbalance_L.mean()))
 
-        seconds = time_steps(step, steps)
+        seconds = take_turns(step, steps)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for index in range(2):
                 step(index)
@@ -147,7 +149,7 @@ def run_transformers(steps: int, experts: str) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
-    return {"seconds": time_steps(step, steps), "torch_threads": torch.get_num_threads()}
+    return {"seconds": take_turns(step, steps), "torch_threads": torch.get_num_threads()}
 
 
 def work(variant: str, steps: int, out: Path) -> None:
@@ -157,38 +159,74 @@ def work(variant: str, steps: int, out: Path) -> None:
     out.write_text(json.dumps(result))
 
 
-def start(variant: str, steps: int) -> dict:
-    """Runs one variant in processes of its own; the slowest rank counts for each step."""
-    size = VARIANTS[variant]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(size):
-            out = Path(folder) / str(rank)
+class Variant:
+    """The pinned processes of one variant, which do nothing until it is their turn."""
+
+    def __init__(self, name: str, steps: int, folder: Path) -> None:
+        self.name = name
+        self.outputs = [folder / f"{name}-{rank}" for rank in range(VARIANTS[name])]
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.processes = []
+        for rank, out in enumerate(self.outputs):
             env = os.environ | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
+                "WORLD_SIZE": str(len(self.outputs)),
+                "LOCAL_WORLD_SIZE": str(len(self.outputs)),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, __file__, "--work", variant, "--steps", str(steps), "--out", str(out)]
-            processes.append(subprocess.Popen(command, env=env, preexec_fn=lambda r=rank: os.sched_setaffinity(0, {r})))
-        exit_codes = {p.wait(timeout=600) for p in processes}
-        if exit_codes != {0}:
-            raise SystemExit(f"variant {variant!r} failed")
-        ranks = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
-    return ranks[0] | {"seconds": [max(step) for step in zip(*(r["seconds"] for r in ranks))]}
+            command = [sys.executable, __file__, "--work", name, "--steps", str(steps), "--out", str(out)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            pin = partial(os.sched_setaffinity, 0, {rank})
+            self.processes.append(subprocess.Popen(command, env=env, preexec_fn=pin, **pipes))
+
+    def go(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+
+    def take_turn(self) -> float:
+        """One step of every process; seconds until the last of them was done."""
+        start = time.perf_counter()
+        self.go()
+        for process in self.processes:
+            assert process.stdout is not None
+            while (line := process.stdout.readline()) != "done\n":
+                if not line:
+                    raise SystemExit(f"variant {self.name!r} failed")
+        return time.perf_counter() - start
+
+    def finish(self) -> dict:
+        """The first process's result; of each step the slowest process's time."""
+        self.go()
+        if {p.wait(timeout=600) for p in self.processes} != {0}:
+            raise SystemExit(f"variant {self.name!r} failed")
+        ranks = [json.loads(out.read_text()) for out in self.outputs]
+        return ranks[0] | {"seconds": [max(step) for step in zip(*(r["seconds"] for r in ranks))]}
+
+
+def run_all(steps: int) -> dict[str, dict]:
+    """Results of all variants, which took turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        variants = [Variant(name, steps, Path(folder)) for name in VARIANTS]
+        try:
+            for step in range(WARM_UP + steps):
+                times = [f"{v.name} {v.take_turn():.2f} s" for v in variants]
+                print(f"step {step + 1}/{WARM_UP + steps}: " + ", ".join(times), flush=True)
+            return {v.name: v.finish() for v in variants}
+        finally:
+            for process in (p for v in variants for p in v.processes):
+                process.kill()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="times that each variant runs")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of each run")
+    parser.add_argument("--steps", type=int, default=24, help="measured steps of each variant")
     parser.add_argument("--work", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -197,15 +235,10 @@ def main() -> None:
         return
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("this benchmark pins two processes: it needs two cores")
-    runs: dict[str, list[dict]] = {variant: [] for variant in VARIANTS}
-    for number in range(options.rounds):
-        for variant, results in runs.items():
-            results.append(start(variant, options.steps))
-            rate = TOKENS / statistics.median(results[-1]["seconds"])
-            print(f"round {number + 1}/{options.rounds}  {variant:24} {rate:8.0f} tokens/s", flush=True)
+    runs = run_all(options.steps)
     rows = []
-    for variant, results in runs.items():
-        seconds = [s for r in results for s in r["seconds"]]
+    for variant, result in runs.items():
+        seconds = result["seconds"]
         row = {
             "variant": variant,
             "processes": VARIANTS[variant],
@@ -216,8 +249,8 @@ def main() -> None:
             "steps": len(seconds),
         }
         for key in ("imbalance", "time_shares"):
-            if key in results[-1]:
-                row[key] = results[-1][key]
+            if key in result:
+                row[key] = result[key]
         rows.append(row)
     rate = {row["variant"]: row["tokens_per_second"] for row in rows}
     best_transformers = max(v for k, v in rate.items() if k.startswith("transformers"))

@@ -1,6 +1,10 @@
 """The CPU is a full member: valid streams and events, memory of the OS or cgroup, RNG, and one device for all
 ranks."""
 
+import os
+import platform
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -74,6 +78,7 @@ def test_memory_follows_the_process(cpu: CPUAccelerator) -> None:
     held = cpu.memory()
     assert held.allocated - before.allocated > 60 << 20
     del x
+    cpu.empty_cache()
     after = cpu.memory()
     assert after.peak_allocated > held.allocated - (1 << 20)  # the kernel counts in batches of pages
     cpu.reset_peak_memory()
@@ -195,3 +200,32 @@ def test_names_and_transports(cpu: CPUAccelerator) -> None:
     assert cpu.device_name()
     assert cpu.profiler_activity() is torch.profiler.ProfilerActivity.CPU
     assert cpu.peak_flops(torch.float32) is None
+
+
+FREES_MEMORY = """
+import os, torch
+from equipoise.accelerator import host_memory
+from equipoise.accelerator.cpu import CPUAccelerator
+cpu = CPUAccelerator()
+cpu.set_device(0)
+before = host_memory.resident()
+for _ in range(3):
+    x = torch.ones(64 << 20)  # 256 MiB
+    guard = torch.ones(1)  # behind it on the heap
+    del x
+print(host_memory.resident() - before >> 20)
+cpu.empty_cache()
+print(host_memory.resident() - before >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc keeps freed memory, others do not")
+@pytest.mark.parametrize("user_decides", [False, True])
+def test_freed_memory_is_kept_until_it_is_asked_for(user_decides: bool) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    if user_decides:
+        env["MALLOC_MMAP_THRESHOLD_"] = "131072"
+    output = subprocess.run([sys.executable, "-c", FREES_MEMORY], env=env, capture_output=True, text=True, check=True)
+    kept, after = map(int, output.stdout.split())
+    assert kept < 64 if user_decides else kept > 200
+    assert after < 64

@@ -75,8 +75,9 @@ class CPUAccelerator(Accelerator):
         return 0
 
     def set_device(self, index: int) -> None:
-        """Accepts every local rank and changes nothing."""
+        """Accepts every local rank. From now on this process keeps freed memory (see `host_memory.keep_freed`)."""
         checked_index(index, self.device_type)
+        host_memory.keep_freed()
 
     def device_count(self) -> int:
         """Always 1."""
@@ -129,7 +130,8 @@ class CPUAccelerator(Accelerator):
         self._highest_read = host_memory.resident()
 
     def empty_cache(self) -> None:
-        """Nothing to do: torch keeps no cache of CPU memory."""
+        """Returns memory that the C library keeps to the system."""
+        host_memory.give_back_freed()
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch's generators."""

@@ -4,6 +4,10 @@ Nesting: the dense parts of an MoE layer are the inner FSDP unit (over the whole
 outer unit and owns only its experts (over `efsdp`). So the experts are gathered when the layer starts, and their
 gradients are reduced after attention's backward, where gradients of expert replicas can still join them.
 
+A unit over one rank that computes in FP32 has nothing to gather, cast or reduce. FSDP would copy its weights and
+gradients for nothing (10 % of a step on a CPU), so there is none: on a world of one rank parameters are plain, on
+others experts are DTensors over `ep`, as they are under FSDP.
+
 Scale: the trainer divides the loss by the number of valid tokens over all ranks, so every reduction is a plain sum.
 """
 
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from equipoise.balance_config import BalanceConfig
@@ -89,12 +93,16 @@ def build_parallel_model(
     )
 
     def shard(module, mesh, *, reshard: bool, **options) -> None:
+        if mesh.size() == 1 and precision.param_dtype is None:
+            return
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, **options)
         if mesh.size() > 1:  # over one rank the gradient is copied as it is; a factor would cost a division
             unit = module[0] if isinstance(module, list) else module
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
+    whole: set[nn.Parameter] = set()
+    """Experts without an FSDP unit of their own; none of the units around them may take them."""
     num_local_experts = config.num_experts // sizes.ep
     first_expert = meshes.ep.get_local_rank() * num_local_experts
     placement = _expert_shard_placement(num_local_experts, sizes.efsdp)
@@ -117,7 +125,8 @@ def build_parallel_model(
         if compile:
             compile_layer(layer)
         if isinstance(mlp, MoELayer):
-            _distribute_experts(mlp.experts, meshes)
+            if meshes.everyone.size() > 1 or precision.param_dtype is not None:
+                _distribute_experts(mlp.experts, meshes)
             dense = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, mlp.gate]
             if mlp.shared_experts is not None:
                 dense.append(mlp.shared_experts)
@@ -125,6 +134,8 @@ def build_parallel_model(
                 dense += [layer.hnorm, layer.enorm, layer.eh_proj, layer.shared_head.norm]
             shard(dense, meshes.dense, reshard=reshard_after_forward)
             shard(layer, meshes.expert_fsdp, reshard=reshard_after_forward, shard_placement_fn=placement)
+            if not isinstance(layer, FSDPModule):
+                whole.update(mlp.experts.parameters())
         else:
             shard(layer, meshes.dense, reshard=reshard_after_forward)
 
@@ -137,7 +148,7 @@ def build_parallel_model(
     else:
         shard(model.model.embed_tokens, meshes.dense, reshard=reshard_after_forward)
         shard([model.model.norm, model.lm_head], meshes.dense, reshard=False)
-    shard(model, meshes.dense, reshard=False)
+    shard(model, meshes.dense, reshard=False, ignored_params=whole)
     return model
 
 
