@@ -7,22 +7,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from equipoise.models.attention import document_mask, rotary_tables
 from equipoise.models.config import ModelConfig
+from equipoise.models.cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from equipoise.models.layer import DecoderLayer
 from equipoise.models.mtp import MTPLayer, shift_left, tokens_in_reach
 from equipoise.moe.experts import ExpertKernel
 from equipoise.moe.router import Routing
-
-IGNORED_LABEL = -100
-"""Label of a position that takes no part in the loss (as in transformers)."""
-
-_LOSS_CHUNK_ELEMENTS = 1 << 26
-"""Logits held at once while computing the loss: 64 M elements, 256 MiB in FP32."""
 
 
 class ModelOutput(NamedTuple):
@@ -98,21 +91,8 @@ class LMHead(nn.Linear):
         if not labels_BS:
             (x_BSD,) = hiddens_BSD
             return super().forward(x_BSD)
-        chunk = max(1, _LOSS_CHUNK_ELEMENTS // self.out_features)
-        whole = sum(labels.numel() for labels in labels_BS) <= chunk
-        pairs = [(x.flatten(0, 1), labels.flatten()) for x, labels in zip(hiddens_BSD, labels_BS, strict=True)]
-        return [self._loss_sum(*pair) if whole else self._loss_sum_in_chunks(*pair, chunk) for pair in pairs]
-
-    def _loss_sum_in_chunks(self, x_TD: torch.Tensor, labels_T: torch.Tensor, chunk: int) -> torch.Tensor:
-        losses = [
-            checkpoint(self._loss_sum, x, labels, use_reentrant=False, preserve_rng_state=False)
-            for x, labels in zip(x_TD.split(chunk), labels_T.split(chunk))
-        ]
-        return torch.stack(losses).sum()
-
-    def _loss_sum(self, x_TD: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(x_TD, self.weight).float()
-        return F.cross_entropy(logits, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
+        pairs = zip(hiddens_BSD, labels_BS, strict=True)
+        return [linear_cross_entropy(x.flatten(0, 1), self.weight, labels.flatten()) for x, labels in pairs]
 
 
 class MoEForCausalLM(nn.Module):

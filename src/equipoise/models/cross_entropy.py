@@ -1,0 +1,99 @@
+"""Cross-entropy of a linear head that never holds more than a bounded number of logits.
+
+The gradients are computed in the forward, chunk by chunk, while a chunk's logits are there: nothing is computed twice
+and no logits are kept. They are those of the summed loss; the backward scales them by the gradient that it gets.
+
+Shapes: T tokens, D features, V vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+IGNORED_LABEL = -100
+"""Label of a position that takes no part in the loss (as in transformers)."""
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 26}
+_DEVICE_CHUNK_ELEMENTS = 1 << 29
+"""Logits held at once: 64 M on a CPU, 512 M elsewhere, where small products are slow (1 GiB in BF16)."""
+
+
+def plain_cross_entropy(x_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
+    """The reference: FP32 scalar, the sum over the valid labels, in one piece, by autograd."""
+    logits_TV = F.linear(x_TD, weight_VD).float()
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def _loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed loss in FP32, and its gradient in the logits' dtype."""
+    values_TV = logits_TV.float()
+    lse_T1 = values_TV.logsumexp(-1, keepdim=True)
+    valid_T1 = (labels_T != IGNORED_LABEL)[:, None]
+    label_T1 = labels_T.clamp(min=0)[:, None]
+    loss_T1 = torch.where(valid_T1, lse_T1 - values_TV.gather(1, label_T1), 0.0)
+    is_label_TV = torch.arange(values_TV.shape[1], device=labels_T.device) == label_T1
+    gradient_TV = (values_TV - lse_T1).exp() - is_label_TV.to(values_TV.dtype)
+    return loss_T1.sum(), torch.where(valid_T1, gradient_TV, 0.0).to(logits_TV.dtype)
+
+
+@lru_cache
+def _fused(device_type: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """One pass over the logits for each result where Inductor makes fast code."""
+    return _loss_and_gradient if device_type == "cpu" else torch.compile(_loss_and_gradient, dynamic=False)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weight_VD, labels_T, chunk):
+        want_x, want_weight = ctx.needs_input_grad[:2]
+        loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
+        grad_x = torch.empty_like(x_TD) if want_x else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if want_weight else None
+        start = 0
+        for x, labels in zip(x_TD.split(chunk), labels_T.split(chunk)):
+            part = slice(start, start := start + x.shape[0])
+            logits = F.linear(x, weight_VD)
+            if grad_x is None and grad_weight is None:
+                loss += F.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="sum")
+                continue
+            loss_of_part, gradient = _fused(x.device.type)(logits, labels)
+            loss += loss_of_part
+            if grad_x is not None:
+                torch.mm(gradient, weight_VD, out=grad_x[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, gradient.T, x)
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.weight_dtype = weight_VD.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_x is None else grad_x * grad.to(grad_x.dtype),
+            None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
+            None,
+            None,
+        )
+
+
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """out += a @ b in FP32, also of 16-bit matrices."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    elif a.device.type == "cuda":
+        out += torch.mm(a, b, out_dtype=out.dtype)
+    else:
+        out += a @ b
+
+
+def linear_cross_entropy(x_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
+    """FP32 scalar: cross-entropy of `x W^T` summed over the labels that are not `IGNORED_LABEL` (nats).
+
+    Differentiable in x and weight. Sums over tokens are in FP32; the gradient of the logits is in the dtype of x.
+    """
+    chunk = _CHUNK_ELEMENTS.get(x_TD.device.type, _DEVICE_CHUNK_ELEMENTS) // weight_VD.shape[0]
+    num_chunks = -(-x_TD.shape[0] // max(1, chunk))
+    return _CrossEntropy.apply(x_TD, weight_VD, labels_T, -(-x_TD.shape[0] // max(1, num_chunks)) or 1)
