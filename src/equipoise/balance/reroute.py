@@ -1,12 +1,12 @@
 """Reroute: which physical expert each token goes to, given how many of this rank's tokens go to each.
 
-Shapes: T tokens of this rank, K experts per token, J instances (all masters, then all slots; see `balance/splits.py`).
+Shapes: T tokens of this rank, K experts per token.
 """
 
 import torch
 
 from equipoise.balance.plan import BalancePlan
-from equipoise.balance.splits import to_instances
+from equipoise.kernels.reroute import reroute_ids
 
 
 def reroute(ids_TK: torch.Tensor, plan: BalancePlan) -> torch.Tensor:
@@ -17,25 +17,9 @@ def reroute(ids_TK: torch.Tensor, plan: BalancePlan) -> torch.Tensor:
     The ids must be those that this rank's row of the load matrix counted.
     """
     placement = plan.placement
-    E = placement.num_experts
-    device = ids_TK.device
-    if device.type == "cpu" and not (placement.slot_expert >= 0).any():  # elsewhere asking would be a host sync
+    if ids_TK.device.type == "cpu" and not (placement.slot_expert >= 0).any():  # elsewhere asking would be a host sync
         return master_ids(ids_TK, placement.num_masters, placement.num_slots)
-    physical_J = to_instances(placement, torch.arange(plan.send.shape[0], device=device))
-    expert_J = to_instances(placement, placement.physical_expert.long())
-    is_here_J = physical_J // (placement.num_masters + placement.num_slots) == plan.rank
-    key_J = torch.where(expert_J < 0, E, expert_J) * 2 + ~is_here_J
-    order_J = torch.argsort(key_J, stable=True)
-    ids = ids_TK.flatten()
-    # Small keys sort faster. Every expert's tokens, in token order, then those without an expert.
-    key = torch.where(ids < 0, E, ids).to(torch.int16 if E < 2**15 else torch.int64)
-    order = torch.argsort(key, stable=True)
-    # The sorted tokens and the sends, sorted likewise, are two partitions of one line; the rest has no expert.
-    sends_J = to_instances(placement, plan.send.long())[order_J]
-    counts = torch.cat([sends_J, ids.numel() - sends_J.sum(0, keepdim=True)])
-    physical = torch.cat([physical_J[order_J], physical_J.new_full((1,), -1)]).to(ids.dtype)
-    physical = physical.repeat_interleave(counts, output_size=ids.numel())
-    return torch.empty_like(ids).index_copy_(0, order, physical).view(ids_TK.shape)
+    return reroute_ids(ids_TK, placement.slot_expert, plan.send, placement.num_experts, placement.num_ranks, plan.rank)
 
 
 def master_ids(ids_TK: torch.Tensor, num_masters: int, num_slots: int) -> torch.Tensor:

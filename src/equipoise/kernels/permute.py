@@ -1,7 +1,7 @@
 """Token permutation: gather tokens into rows sorted by expert, and combine rows back per token.
 
 Both directions and both backward passes gather; nothing scatters with addition, so results are deterministic.
-These are the plain forms that faster kernels are compared with.
+The plain forms here run on the CPU and are what the Triton forms, used on accelerators, are compared with.
 
 Shapes: T tokens, K slots per token, D features, E destinations (experts), R rows.
 """
@@ -10,14 +10,18 @@ from typing import NamedTuple
 
 import torch
 
+from equipoise.kernels.triton_support import can_use_triton
+
 
 class Permutation(NamedTuple):
     """How the T*K slots map to rows sorted by destination, stable in token order.
 
-    slot_R: int64, the flat slot (token * K + k) that each row holds. Slots without an expert come last.
-    row_TK: int64, the row that each slot went to.
+    Indices and counts are int64 from the plain form and int32 from the Triton form.
+
+    slot_R: the flat slot (token * K + k) that each row holds. Slots without an expert come last.
+    row_TK: the row that each slot went to.
     valid_TK: bool, False where the slot has no expert; None when the caller knows that there is none.
-    counts_E: int64, rows of each destination.
+    counts_E: rows of each destination.
     """
 
     slot_R: torch.Tensor
@@ -30,8 +34,21 @@ class Permutation(NamedTuple):
         return self.slot_R // self.row_TK.shape[1]
 
 
+def _use_triton(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu" and can_use_triton(tensor.device)
+
+
 def make_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation:
     """Sorts the slots by destination id; ids of -1 go to the end and are counted nowhere. No host sync on GPUs."""
+    if _use_triton(ids_TK):
+        from equipoise.kernels.reroute_triton import triton_permutation
+
+        return triton_permutation(ids_TK, num_destinations)
+    return plain_permutation(ids_TK, num_destinations)
+
+
+def plain_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation:
+    """The reference of `make_permutation`."""
     flat = ids_TK.flatten().long()
     valid_TK = ids_TK >= 0
     # On the CPU the check is free and saves masking later; elsewhere it would be a host sync.
@@ -110,6 +127,11 @@ class _Combine(torch.autograd.Function):
 
 def permute(x_TD: torch.Tensor, permutation: Permutation, num_rows: int | None = None) -> torch.Tensor:
     """Rows_RD sorted by destination. `num_rows` keeps only the first rows (those with a destination)."""
+    if _use_triton(x_TD):
+        from equipoise.kernels.permute_triton import scatter_rows
+
+        rows = permutation.slot_R.shape[0] if num_rows is None else num_rows
+        return scatter_rows(x_TD, permutation.row_TK, permutation.valid_TK, rows)
     token_R = permutation.token_R if num_rows is None else permutation.token_R[:num_rows]
     return _Permute.apply(x_TD, token_R, permutation.row_TK, permutation.valid_TK)
 
@@ -121,8 +143,12 @@ def combine(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """y_TD = sum over k of weights_TK times the slot's row, summed in FP32, as `dtype` (default: the rows')."""
-    slot_R = permutation.slot_R[: rows_RD.shape[0]]
     row_TK, valid_TK = permutation.row_TK, permutation.valid_TK
+    if _use_triton(rows_RD):
+        from equipoise.kernels.permute_triton import gather_sum
+
+        return gather_sum(rows_RD, row_TK, valid_TK, weights_TK, dtype or rows_RD.dtype)
+    slot_R = permutation.slot_R[: rows_RD.shape[0]]
     return _Combine.apply(rows_RD, weights_TK, slot_R, row_TK, valid_TK, dtype or rows_RD.dtype)
 
 
@@ -140,4 +166,8 @@ class _Reorder(torch.autograd.Function):
 
 def reorder(rows_RD: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tensor) -> torch.Tensor:
     """rows_RD[order_R] for a permutation whose inverse is known, so that the backward gathers too."""
+    if _use_triton(rows_RD):
+        from equipoise.kernels.permute_triton import scatter_rows
+
+        return scatter_rows(rows_RD, inverse_R[:, None], None, order_R.shape[0])
     return _Reorder.apply(rows_RD, order_R, inverse_R)

@@ -5,6 +5,8 @@ Shapes: T tokens, E experts, K experts per token, G groups.
 
 import torch
 
+from equipoise.kernels.triton_support import can_use_triton
+
 NO_EXPERT = -1
 """Logical id of a slot that selects nothing (a padding token): it is dispatched nowhere and adds exactly 0."""
 
@@ -56,6 +58,28 @@ def select_experts(
     Returns:
         ids_TK int32 (`NO_EXPERT` for invalid rows) and counts_E int32, the number of tokens of each expert.
     """
+    if num_groups == 1 and scores_TE.device.type != "cpu" and can_use_triton(scores_TE.device):
+        from equipoise.kernels.select_experts_triton import triton_select
+
+        return triton_select(scores_TE, bias_E, valid_T, k)
+    return plain_select(scores_TE, bias_E, valid_T, k, num_groups, num_kept_groups)
+
+
+@select_experts.register_fake
+def _(scores_TE, bias_E, valid_T, k, num_groups, num_kept_groups):
+    T, E = scores_TE.shape
+    return scores_TE.new_empty((T, k), dtype=torch.int32), scores_TE.new_empty((E,), dtype=torch.int32)
+
+
+def plain_select(
+    scores_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    valid_T: torch.Tensor | None,
+    k: int,
+    num_groups: int,
+    num_kept_groups: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of `select_experts`."""
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if num_groups > 1:
         choice_TE = keep_best_groups(choice_TE, num_groups, num_kept_groups)
@@ -69,9 +93,3 @@ def select_experts(
     counts_E = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
     ids_TK = torch.where(ids_TK == num_experts, NO_EXPERT, ids_TK)
     return ids_TK.to(torch.int32), counts_E.to(torch.int32)
-
-
-@select_experts.register_fake
-def _(scores_TE, bias_E, valid_T, k, num_groups, num_kept_groups):
-    T, E = scores_TE.shape
-    return scores_TE.new_empty((T, k), dtype=torch.int32), scores_TE.new_empty((E,), dtype=torch.int32)

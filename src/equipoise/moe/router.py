@@ -11,6 +11,7 @@ from torch import nn
 
 from equipoise.config import Config
 from equipoise.distributed.collectives import Group
+from equipoise.kernels.router_weights import router_weights
 from equipoise.kernels.select_experts import select_experts
 from equipoise.moe.losses import BalanceScope, balance_loss, z_loss
 from equipoise.moe.synthetic import SyntheticRouting
@@ -93,11 +94,14 @@ class Router(nn.Module):
             choice_TE, valid_T = self.synthetic.choose(choice_TE, valid_T)
             bias_E, groups = None, (1, 1)
         ids_TK, counts_E = select_experts(choice_TE, bias_E, valid_T, config.num_experts_per_tok, *groups)
-        weights_TK = scores_TE.gather(1, ids_TK.long().clamp(min=0))
-        if config.norm_topk_prob:
-            # The small number matters only for sigmoid scores that all underflow; it is below float32 otherwise.
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        weights_TK = weights_TK * config.routed_scaling_factor
+        weights_TK = router_weights(
+            logits_TE,
+            scores_TE,
+            ids_TK,
+            config.scoring_func == "softmax",
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
+        )
         zero = logits_TE.new_zeros(())
         aux = zero
         if config.aux_loss:

@@ -1,0 +1,344 @@
+"""Triton form of the reroute and of `make_permutation`: a stable counting sort of the slots, in two launches.
+
+First launch: how often each block of slots names each expert and, in further programs, the table of instances: physical
+experts in the order in which they take an expert's tokens, each with the place on the line of all sorted tokens where
+its tokens begin. Second launch: each block adds up the counts of the blocks before it, ranks its own slots by comparing
+them with each other, and looks up the instance of the resulting place by bisection. Inputs of hundreds of blocks get a
+third launch between the two, which turns the counts into sums over blocks. Integer arithmetic without atomics.
+
+Shapes: T tokens, K slots per token, B blocks of slots, E experts (or destinations), P ranks, M masters and R slots per
+rank, I = P * (M + R) physical experts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from equipoise.kernels.permute import Permutation
+
+BLOCK_SLOTS = 512
+MOST_UNSCANNED_BLOCKS = 256
+
+
+@triton.jit
+def _instance_key(p, slot_expert_ptr, rank, I: tl.constexpr, M: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+    """Expert of physical experts `p` (E if none), and a key that sorts by expert, here first, masters before slots."""
+    owner = p // (M + R)
+    local = p % (M + R)
+    is_slot = local >= M
+    hosted = tl.load(slot_expert_ptr + owner * R + local - M, mask=is_slot & (p < I), other=-1)
+    expert = tl.where(is_slot, tl.where(hosted < 0, E, hosted), owner * M + local)
+    expert = tl.where(p < I, expert, E)
+    return expert, expert * 4 + (owner != rank).to(tl.int32) * 2 + is_slot.to(tl.int32)
+
+
+@triton.jit
+def _write_instances(
+    part,
+    slot_expert_ptr,
+    send_ptr,
+    table_ptr,
+    expert_start_ptr,
+    rank,
+    I: tl.constexpr,
+    M: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Table [3, I], sorted: begin of each instance on the line, its physical id, and what to add to get the row."""
+    p = part * CHUNK + tl.arange(0, CHUNK)
+    expert, key = _instance_key(p, slot_expert_ptr, rank, I, M, R, E)
+    other = tl.arange(0, BLOCK_I)
+    other_expert, other_key = _instance_key(other, slot_expert_ptr, rank, I, M, R, E)
+    send = tl.load(send_ptr + other, mask=other < I, other=0)
+    is_lower = (other[None, :] < p[:, None]) & (other < I)[None, :]
+    is_before = (other_key[None, :] < key[:, None]) | ((other_key[None, :] == key[:, None]) & is_lower)
+    is_before = is_before & (other < I)[None, :]
+    place = tl.sum(is_before.to(tl.int32), 1)
+    begin = tl.sum(tl.where(is_before, send[None, :], 0), 1)
+    first_row = tl.sum(tl.where(is_lower, send[None, :], 0), 1)
+    start = tl.sum(tl.where(other_expert[None, :] < expert[:, None], send[None, :], 0), 1)
+    tl.store(table_ptr + place, begin, mask=p < I)
+    tl.store(table_ptr + I + place, p, mask=p < I)
+    tl.store(table_ptr + 2 * I + place, first_row - begin, mask=p < I)
+    tl.store(expert_start_ptr + expert, start, mask=(p < I) & (p % (M + R) < M))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks", "rank"])
+def _count_kernel(
+    ids_ptr,
+    count_ptr,
+    slot_expert_ptr,
+    send_ptr,
+    table_ptr,
+    expert_start_ptr,
+    num_slots,
+    num_blocks,
+    rank,
+    I: tl.constexpr,
+    M: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    HAS_PLAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    if block < num_blocks:
+        slot = block * BLOCK + tl.arange(0, BLOCK)
+        expert = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int32)
+        is_valid = (expert >= 0) & (expert < E)
+        counts = tl.histogram(tl.where(is_valid, expert, 0), BLOCK_E)
+        e = tl.arange(0, BLOCK_E)
+        counts -= tl.where(e == 0, BLOCK - tl.sum(is_valid.to(tl.int32), 0), 0)
+        tl.store(count_ptr + block * BLOCK_E + e, counts)
+    elif HAS_PLAN:
+        _write_instances(
+            block - num_blocks,
+            slot_expert_ptr,
+            send_ptr,
+            table_ptr,
+            expert_start_ptr,
+            rank,
+            I,
+            M,
+            R,
+            E,
+            BLOCK_I,
+            CHUNK,
+        )
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _scan_kernel(count_ptr, num_blocks, BLOCK_E: tl.constexpr, CHUNK_E: tl.constexpr, ROWS: tl.constexpr):
+    """Counts [B, E] become sums over the blocks before, in place; row B gets the totals."""
+    e = tl.program_id(0) * CHUNK_E + tl.arange(0, CHUNK_E)
+    before = tl.zeros([CHUNK_E], tl.int32)
+    for first in range(0, num_blocks, ROWS):
+        block = first + tl.arange(0, ROWS)
+        pointer = count_ptr + block[:, None].to(tl.int64) * BLOCK_E + e[None, :]
+        counts = tl.load(pointer, mask=(block < num_blocks)[:, None], other=0)
+        tl.store(pointer, before[None, :] + tl.cumsum(counts, 0) - counts, mask=(block < num_blocks)[:, None])
+        before += tl.sum(counts, 0)
+    tl.store(count_ptr + num_blocks.to(tl.int64) * BLOCK_E + e, before)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+def _place_kernel(
+    ids_ptr,
+    count_ptr,
+    send_ptr,
+    table_ptr,
+    expert_start_ptr,
+    physical_ptr,
+    slot_ptr,
+    row_ptr,
+    valid_ptr,
+    total_ptr,
+    num_slots,
+    num_blocks,
+    I: tl.constexpr,
+    E: tl.constexpr,
+    HAS_PLAN: tl.constexpr,
+    IS_SCANNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    LOG_I: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    if IS_SCANNED:
+        before = tl.load(count_ptr + block.to(tl.int64) * BLOCK_E + e)
+        total = tl.load(count_ptr + num_blocks.to(tl.int64) * BLOCK_E + e)
+    else:
+        before = tl.zeros([BLOCK_E], tl.int32)
+        total = tl.zeros([BLOCK_E], tl.int32)
+        last = num_blocks
+        if HAS_PLAN:  # the plan knows the totals
+            last = block
+        for first in range(0, last, ROWS):
+            other = first + tl.arange(0, ROWS)
+            counts = tl.load(count_ptr + other[:, None] * BLOCK_E + e[None, :], mask=(other < last)[:, None], other=0)
+            before += tl.sum(tl.where((other < block)[:, None], counts, 0), 0)
+            if not HAS_PLAN:
+                total += tl.sum(counts, 0)
+    if HAS_PLAN:
+        physical = tl.arange(0, BLOCK_I)
+        send = tl.load(send_ptr + physical, mask=physical < I, other=0)
+        num_valid = tl.sum(send, 0)
+        base = before + tl.load(expert_start_ptr + e, mask=e < E, other=0)
+        if block == 0:
+            tl.store(total_ptr + physical, send, mask=physical < I)
+    else:
+        num_valid = tl.sum(total, 0)
+        base = before + tl.cumsum(total, 0) - total
+        if block == 0:
+            tl.store(total_ptr + e, total, mask=e < E)
+
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int32)
+    is_valid = (expert >= 0) & (expert < E)
+    expert = tl.where(is_valid, expert, -1)
+    place = tl.zeros([BLOCK], tl.int32)
+    for first in tl.static_range(0, BLOCK, CHUNK):  # slots of this block before each slot, of the same expert
+        other = block * BLOCK + first + tl.arange(0, CHUNK)
+        other_expert = tl.load(ids_ptr + other, mask=other < num_slots, other=-1).to(tl.int32)
+        other_expert = tl.where((other_expert >= 0) & (other_expert < E), other_expert, -1)
+        is_before = (other_expert[None, :] == expert[:, None]) & (other[None, :] < slot[:, None])
+        place += tl.sum(is_before.to(tl.int32), 1)
+    start = tl.gather(base, tl.maximum(expert, 0), 0)
+    place += tl.where(is_valid, start, num_valid + block * BLOCK - tl.sum(before, 0))
+
+    row = place
+    if HAS_PLAN:
+        instance = tl.zeros([BLOCK], tl.int32)
+        for bit in tl.static_range(LOG_I):  # bisection: the last instance that begins at or before the place
+            candidate = instance + (BLOCK_I >> (bit + 1))
+            begin = tl.load(table_ptr + candidate, mask=candidate < I, other=2147483647)
+            instance = tl.where(begin <= place, candidate, instance)
+        shift = tl.load(table_ptr + 2 * I + instance)
+        row = tl.where(is_valid, place + shift, place)
+        instance_id = tl.load(table_ptr + I + instance)
+        instance_id = tl.where(is_valid, instance_id, -1)
+        tl.store(physical_ptr + slot, instance_id.to(physical_ptr.dtype.element_ty), mask=slot < num_slots)
+    tl.store(row_ptr + slot, row, mask=slot < num_slots)
+    tl.store(valid_ptr + slot, is_valid.to(tl.int8), mask=slot < num_slots)
+    tl.store(slot_ptr + row, slot, mask=(slot < num_slots) & (row >= 0) & (row < num_slots))
+
+
+def _launch(
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    plan: tuple[torch.Tensor, torch.Tensor, int, int] | None,
+) -> tuple[torch.Tensor, ...]:
+    """`plan`: slot_expert, send_I, num_ranks, rank. Returns physical_TK (empty without a plan) and the permutation's."""
+    ids_TK = ids_TK.contiguous()
+    num_slots = ids_TK.numel()
+    device = ids_TK.device
+    counts_size = num_experts if plan is None else plan[1].numel()
+    slot_R = torch.empty(num_slots, dtype=torch.int32, device=device)
+    row_TK = torch.empty(ids_TK.shape, dtype=torch.int32, device=device)
+    valid_TK = torch.empty(ids_TK.shape, dtype=torch.bool, device=device)
+    physical_TK = torch.empty_like(ids_TK) if plan is not None else ids_TK.new_empty(0)
+    num_blocks = max(triton.cdiv(num_slots, BLOCK_SLOTS), 1)
+    block_e = max(triton.next_power_of_2(num_experts), 16)
+    scratch = torch.empty((num_blocks + 1) * block_e, dtype=torch.int32, device=device)
+    total = torch.empty(counts_size, dtype=torch.int32, device=device)
+    table, start = scratch, scratch  # unused without a plan
+    I, M, R, rank, parts, chunk = 1, 1, 0, 0, 0, 16
+    slot_expert, send_I = scratch, scratch
+    if plan is not None:
+        slot_expert, send_I, num_ranks, rank = plan
+        slot_expert, send_I = slot_expert.contiguous(), send_I.contiguous()
+        I, M, R = counts_size, num_experts // num_ranks, slot_expert.numel() // num_ranks
+        table = torch.empty(3 * I + num_experts, dtype=torch.int32, device=device)
+        start = table[3 * I :]
+        parts = triton.cdiv(I, chunk)
+    block_i = max(triton.next_power_of_2(I), 16)
+    has_plan, is_scanned = plan is not None, num_blocks > MOST_UNSCANNED_BLOCKS
+    _count_kernel[(num_blocks + parts,)](
+        ids_TK,
+        scratch,
+        slot_expert,
+        send_I,
+        table,
+        start,
+        num_slots,
+        num_blocks,
+        rank,
+        I,
+        M,
+        R,
+        num_experts,
+        has_plan,
+        BLOCK_SLOTS,
+        block_e,
+        block_i,
+        chunk,
+        num_warps=4,
+    )
+    if is_scanned:
+        _scan_kernel[(block_e // 16,)](scratch, num_blocks, block_e, 16, 128, num_warps=4)
+    _place_kernel[(num_blocks,)](
+        ids_TK,
+        scratch,
+        send_I,
+        table,
+        start,
+        physical_TK,
+        slot_R,
+        row_TK,
+        valid_TK.view(torch.int8),
+        total,
+        num_slots,
+        num_blocks,
+        I,
+        num_experts,
+        has_plan,
+        is_scanned,
+        BLOCK_SLOTS,
+        block_e,
+        block_i,
+        block_i.bit_length() - 1,
+        max(1, min(32, 8192 // block_e)),
+        32,
+        num_warps=8,
+    )
+    return physical_TK, slot_R, row_TK, valid_TK, total
+
+
+def _fake_permutation(ids_TK: torch.Tensor, num_destinations: int) -> tuple[torch.Tensor, ...]:
+    return (
+        ids_TK.new_empty(ids_TK.numel(), dtype=torch.int32),
+        ids_TK.new_empty(ids_TK.shape, dtype=torch.int32),
+        ids_TK.new_empty(ids_TK.shape, dtype=torch.bool),
+        ids_TK.new_empty(num_destinations, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("equipoise::sort_slots", mutates_args=())
+def sort_slots(
+    ids_TK: torch.Tensor, num_destinations: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors of a `Permutation`, in its order, int32 and bool."""
+    _, slot_R, row_TK, valid_TK, counts = _launch(ids_TK, num_destinations, None)
+    return slot_R, row_TK, valid_TK, counts
+
+
+@sort_slots.register_fake
+def _(ids_TK, num_destinations):
+    return _fake_permutation(ids_TK, num_destinations)
+
+
+@torch.library.custom_op("equipoise::reroute", mutates_args=())
+def reroute_slots(
+    ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_I: torch.Tensor, num_experts: int, num_ranks: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Physical ids, then the tensors of their `Permutation`."""
+    physical_TK, slot_R, row_TK, valid_TK, counts = _launch(ids_TK, num_experts, (slot_expert, send_I, num_ranks, rank))
+    return physical_TK, slot_R, row_TK, valid_TK, counts
+
+
+@reroute_slots.register_fake
+def _(ids_TK, slot_expert, send_I, num_experts, num_ranks, rank):
+    return (ids_TK.new_empty(ids_TK.shape), *_fake_permutation(ids_TK, send_I.shape[0]))
+
+
+def triton_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation:
+    """See `make_permutation`; int32."""
+    return Permutation(*sort_slots(ids_TK, num_destinations))
+
+
+def triton_reroute(
+    ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_I: torch.Tensor, num_experts: int, num_ranks: int, rank: int
+) -> tuple[torch.Tensor, Permutation]:
+    """See `reroute_permutation`."""
+    physical_TK, *permutation = reroute_slots(ids_TK, slot_expert, send_I, num_experts, num_ranks, rank)
+    return physical_TK, Permutation(*permutation)

@@ -1,0 +1,130 @@
+"""Triton form of `kernels/tiles.py`: one launch; each program does the short sums again and writes its part of the tables.
+
+Shapes: L local physical experts, W tiles at most.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from equipoise.kernels.tiles import Tiles, max_tiles
+
+
+@triton.jit
+def write_tiles(
+    part,
+    counts_ptr,
+    offsets_ptr,
+    expert_ptr,
+    row_ptr,
+    num_ptr,
+    order_ptr,
+    W,
+    L: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Part `part` of the tables: BLOCK_W tiles and, of the order, 32 experts. Part 0 also writes offsets and sums."""
+    local = tl.arange(0, BLOCK_L)
+    counts = tl.load(counts_ptr + local, mask=local < L, other=0).to(tl.int32)
+    tiles = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    row_ends = tl.cumsum(counts, 0)
+    tile_ends = tl.cumsum(tiles, 0)
+    if part == 0:
+        tl.store(offsets_ptr + local, row_ends - counts, mask=local < L)
+        tl.store(offsets_ptr + L, tl.sum(counts, 0))
+        tl.store(num_ptr, tl.sum(tl.where(local < NUM_MASTERS, tiles, 0), 0))
+        tl.store(num_ptr + 1, tl.sum(tiles, 0))
+    tile = part * BLOCK_W + tl.arange(0, BLOCK_W)
+    is_past = (tile_ends[None, :] <= tile[:, None]) & (local < L)[None, :]
+    expert = tl.sum(is_past.to(tl.int32), 1)
+    is_mine = local[None, :] == expert[:, None]
+    row = tl.sum(tl.where(is_mine, (row_ends - counts - (tile_ends - tiles) * BLOCK_ROWS)[None, :], 0), 1)
+    row += tile * BLOCK_ROWS
+    is_tile = expert < L
+    tl.store(expert_ptr + tile, tl.where(is_tile, expert, -1), mask=tile < W)
+    tl.store(row_ptr + tile, tl.where(is_tile, row, -1), mask=tile < W)
+    mine = part * 32 + tl.arange(0, 32)
+    my_count = tl.load(counts_ptr + mine, mask=mine < L, other=0).to(tl.int32)
+    is_before = (counts[None, :] > my_count[:, None]) | (
+        (counts[None, :] == my_count[:, None]) & (local[None, :] < mine[:, None])
+    )
+    place = tl.sum((is_before & (local < L)[None, :]).to(tl.int32), 1)
+    tl.store(order_ptr + place, mine, mask=mine < L)
+
+
+@triton.jit(do_not_specialize=["W"])
+def _tiles_kernel(
+    counts_ptr,
+    offsets_ptr,
+    expert_ptr,
+    row_ptr,
+    num_ptr,
+    order_ptr,
+    W,
+    L: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    write_tiles(
+        tl.program_id(0),
+        counts_ptr,
+        offsets_ptr,
+        expert_ptr,
+        row_ptr,
+        num_ptr,
+        order_ptr,
+        W,
+        L,
+        NUM_MASTERS,
+        BLOCK_ROWS,
+        BLOCK_L,
+        BLOCK_W,
+    )
+
+
+def _empty_tables(counts_L: torch.Tensor, W: int) -> tuple[torch.Tensor, ...]:
+    L = counts_L.shape[0]
+    return tuple(counts_L.new_empty(size, dtype=torch.int32) for size in (L + 1, W, W, 2, L))
+
+
+@torch.library.custom_op("equipoise::tile_tables", mutates_args=())
+def tile_tables(
+    counts_L: torch.Tensor, num_masters: int, num_rows: int, block_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The five tensors of `Tiles`, in its order."""
+    L, W = counts_L.numel(), max_tiles(num_rows, counts_L.numel(), block_rows)
+    offsets, expert, row, num, order = _empty_tables(counts_L, W)
+    block_l = max(16, triton.next_power_of_2(L))
+    block_w = 32
+    grid = (max(triton.cdiv(W, block_w), triton.cdiv(L, 32), 1),)
+    _tiles_kernel[grid](
+        counts_L.contiguous(),
+        offsets,
+        expert,
+        row,
+        num,
+        order,
+        W,
+        L,
+        num_masters,
+        block_rows,
+        block_l,
+        block_w,
+        num_warps=4,
+    )
+    return offsets, expert, row, num, order
+
+
+@tile_tables.register_fake
+def _(counts_L, num_masters, num_rows, block_rows):
+    return _empty_tables(counts_L, max_tiles(num_rows, counts_L.shape[0], block_rows))
+
+
+def triton_tiles(counts_L: torch.Tensor, num_masters: int, num_rows: int, block_rows: int) -> Tiles:
+    """See `plain_tiles`."""
+    return Tiles(*tile_tables(counts_L, num_masters, num_rows, block_rows), block_rows)
