@@ -65,87 +65,71 @@ def reroute_case(T: int, K: int, P: int, E: int, R: int) -> tuple[torch.Tensor, 
     return ids, complete_plan(placement, load_PE, 1)
 
 
+def _reroute_row(device: torch.device, T: int, K: int, P: int, E: int, R: int) -> dict[str, Any]:
+    ids, plan = reroute_case(T, K, P, E, R)
+    ids, slots, send = ids.to(device), plan.slot_expert.to(device), plan.send.to(device)
+    cases = {
+        "us": lambda: reroute_permutation(ids, slots, send, E, P, 1),
+        "permutation_alone_us": lambda: make_permutation(ids, E),
+        "torch_stable_sort_us": lambda: torch.sort(ids.flatten(), stable=True),
+    }
+    row = {"what": "reroute + permutation", "tokens": T, "top_k": K, "ranks": P, "experts": E, "slots": R}
+    return row | {name: round(graph_us(fn), 2) for name, fn in cases.items()}
+
+
 def reroute_rows(device: torch.device) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Rows and summary of the reroute with its permutation, beside `make_permutation` and PyTorch's stable sort alone."""
-    rows, summary = [], {}
-    for name, (T, K, P, E, R) in REROUTE_CASES.items():
-        ids, plan = reroute_case(T, K, P, E, R)
-        ids, slots, send = ids.to(device), plan.slot_expert.to(device), plan.send.to(device)
-        us = graph_us(lambda: reroute_permutation(ids, slots, send, E, P, 1))
-        summary[name] = round(us, 2)
-        rows.append(
-            {
-                "what": "reroute + permutation",
-                "tokens": T,
-                "top_k": K,
-                "ranks": P,
-                "experts": E,
-                "slots": R,
-                "us": round(us, 2),
-                "permutation_alone_us": round(graph_us(lambda: make_permutation(ids, E)), 2),
-                "torch_stable_sort_us": round(graph_us(lambda: torch.sort(ids.flatten(), stable=True)), 2),
-            }
-        )
-    return rows, summary
+    """Rows and summary of the reroute with its permutation, beside `make_permutation` and torch's stable sort alone."""
+    rows = [_reroute_row(device, *case) for case in REROUTE_CASES.values()]
+    return rows, {name: row["us"] for name, row in zip(REROUTE_CASES, rows)}
+
+
+def _permute_case(device: torch.device, T: int, K: int, D: int, E: int) -> list[dict[str, Any]]:
+    permutation = make_permutation(random_ids(T, K, E, torch.Generator().manual_seed(0)).to(device), E)
+    x = torch.randn(T, D, device=device, dtype=torch.bfloat16).requires_grad_()
+    out = torch.randn(T * K, D, device=device, dtype=torch.bfloat16).requires_grad_()
+    weights = torch.rand(T, K, device=device).requires_grad_()
+    grad_TD, grad_RD, target = torch.randn_like(x), torch.randn_like(out), torch.empty_like(out)
+    copy = 2 * out.nbytes / graph_us(lambda: target.copy_(out.detach()), 5)
+    rows_RD, y_TD = permute(x, permutation), combine(out, weights, permutation)
+    once, twice = x.nbytes + out.nbytes, x.nbytes + 2 * out.nbytes
+    cases = {
+        "permute": (once, lambda: permute(x.detach(), permutation)),
+        "permute backward": (once, lambda: torch.autograd.grad(rows_RD, x, grad_RD, retain_graph=True)),
+        "combine": (once, lambda: combine(out.detach(), weights.detach(), permutation)),
+        "combine backward": (twice, lambda: torch.autograd.grad(y_TD, (out, weights), grad_TD, retain_graph=True)),
+    }
+    rows = []
+    for what, (moved, fn) in cases.items():
+        us = graph_us(fn, 5)
+        row = {"what": what, "tokens": T, "top_k": K, "hidden": D, "us": round(us, 1)}
+        row |= {"gb_per_s": round(moved / us / 1e3, 1), "copy_gb_per_s": round(copy / 1e3, 1)}
+        rows.append(row | {"share_of_copy": round(moved / us / copy, 3)})
+    return rows
 
 
 def permute_rows(device: torch.device) -> list[dict[str, Any]]:
     """Permute, combine and both backwards: GB/s of what must be moved at least, as share of a copy in the same run."""
-    rows = []
-    for T, K, D, E in ((8192, 8, 2048, 128), (8192, 8, 4096, 128), (8192, 8, 7168, 256), (16384, 4, 4096, 32)):
-        generator = torch.Generator().manual_seed(0)
-        permutation = make_permutation(random_ids(T, K, E, generator).to(device), E)
-        x = torch.randn(T, D, device=device, dtype=torch.bfloat16).requires_grad_()
-        out = torch.randn(T * K, D, device=device, dtype=torch.bfloat16).requires_grad_()
-        weights = torch.rand(T, K, device=device).requires_grad_()
-        grad_T, grad_R = torch.randn_like(x), torch.randn_like(out)
-        target = torch.empty_like(out)
-        copy = 2 * out.nbytes / graph_us(lambda: target.copy_(out.detach()), 5)
-        token, row = x.nbytes, out.nbytes
-        rows_RD, y_TD = permute(x, permutation), combine(out, weights, permutation)
-        cases = {
-            "permute": (token + row, lambda: permute(x.detach(), permutation)),
-            "permute backward": (token + row, lambda: torch.autograd.grad(rows_RD, x, grad_R, retain_graph=True)),
-            "combine": (token + row, lambda: combine(out.detach(), weights.detach(), permutation)),
-            "combine backward": (
-                token + 2 * row,
-                lambda: torch.autograd.grad(y_TD, (out, weights), grad_T, retain_graph=True),
-            ),
-        }
-        for what, (moved, fn) in cases.items():
-            us = graph_us(fn, 5)
-            rate = moved / us
-            rows.append(
-                {
-                    "what": what,
-                    "tokens": T,
-                    "top_k": K,
-                    "hidden": D,
-                    "us": round(us, 1),
-                    "gb_per_s": round(rate / 1e3, 1),
-                    "copy_gb_per_s": round(copy / 1e3, 1),
-                    "share_of_copy": round(rate / copy, 3),
-                }
-            )
-    return rows
+    cases = ((8192, 8, 2048, 128), (8192, 8, 4096, 128), (8192, 8, 7168, 256), (16384, 4, 4096, 32))
+    return [row for case in cases for row in _permute_case(device, *case)]
+
+
+def _router_row(device: torch.device, T: int, E: int, K: int) -> dict[str, Any]:
+    logits = torch.randn(T, E, device=device).requires_grad_()
+    scores = logits.detach().softmax(-1)
+    ids, counts = select_experts(scores, None, None, K, 1, 1)
+    weights = router_weights(logits, scores, ids, True, True, 1.0)
+    grad = torch.randn_like(weights)
+    cases = {
+        "select_us": lambda: select_experts(scores, None, None, K, 1, 1),
+        "torch_topk_us": lambda: scores.topk(K, -1),
+        "weights_us": lambda: router_weights(logits.detach(), scores, ids, True, True, 1.0),
+        "weights_backward_us": lambda: torch.autograd.grad(weights, logits, grad, retain_graph=True),
+        "tiles_us": lambda: make_tiles(counts, E, T * K, 128),
+    }
+    row = {"what": "router", "tokens": T, "experts": E, "top_k": K}
+    return row | {name: round(graph_us(fn), 2) for name, fn in cases.items()}
 
 
 def router_rows(device: torch.device) -> list[dict[str, Any]]:
-    """Selection with counts, combine weights with and without backward, and tile tables, in microseconds."""
-    rows = []
-    for T, E, K in ((8192, 128, 8), (8192, 256, 8), (8192, 32, 4)):
-        logits = torch.randn(T, E, device=device).requires_grad_()
-        scores = logits.detach().softmax(-1)
-        ids, counts = select_experts(scores, None, None, K, 1, 1)
-        weights = router_weights(logits, scores, ids, True, True, 1.0)
-        grad = torch.randn_like(weights)
-        row: dict[str, Any] = {"what": "router", "tokens": T, "experts": E, "top_k": K}
-        cases = {
-            "select_us": lambda: select_experts(scores, None, None, K, 1, 1),
-            "topk_us": lambda: scores.topk(K, -1),
-            "weights_us": lambda: router_weights(logits.detach(), scores, ids, True, True, 1.0),
-            "weights_backward_us": lambda: torch.autograd.grad(weights, logits, grad, retain_graph=True),
-            "tiles_us": lambda: make_tiles(counts, E, T * K, 128),
-        }
-        rows.append(row | {name: round(graph_us(fn), 2) for name, fn in cases.items()})
-    return rows
+    """Selection with counts, combine weights and their backward, and tile tables, in microseconds."""
+    return [_router_row(device, *case) for case in ((8192, 128, 8), (8192, 256, 8), (8192, 32, 4))]

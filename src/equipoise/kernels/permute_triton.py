@@ -1,7 +1,7 @@
 """Triton forms of `kernels/permute.py`: one program per token moves its K rows, so each token is read or written once.
 
-Permuting writes a token's row to its K places (they are distinct: nothing races); its backward and the combination gather
-the K rows back and add them in FP32, in order of k. Slots that are not valid are never read.
+Permuting writes a token's row to its K places (they are distinct: nothing races); its backward and the combination
+gather the K rows back and add them in FP32, in order of k. Slots that are not valid are never read.
 
 Shapes: T tokens, K slots per token, D features, R rows.
 """

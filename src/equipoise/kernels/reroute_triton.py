@@ -7,7 +7,7 @@ them with each other, and looks up the instance of the resulting place by bisect
 third launch between the two, which turns the counts into sums over blocks. Integer arithmetic without atomics.
 
 Shapes: T tokens, K slots per token, B blocks of slots, E experts (or destinations), P ranks, M masters and R slots per
-rank, I = P * (M + R) physical experts.
+rank, J = P * (M + R) physical experts.
 """
 
 import torch
@@ -21,14 +21,14 @@ MOST_UNSCANNED_BLOCKS = 256
 
 
 @triton.jit
-def _instance_key(p, slot_expert_ptr, rank, I: tl.constexpr, M: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+def _instance_key(p, slot_expert_ptr, rank, J: tl.constexpr, M: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
     """Expert of physical experts `p` (E if none), and a key that sorts by expert, here first, masters before slots."""
     owner = p // (M + R)
     local = p % (M + R)
     is_slot = local >= M
-    hosted = tl.load(slot_expert_ptr + owner * R + local - M, mask=is_slot & (p < I), other=-1)
+    hosted = tl.load(slot_expert_ptr + owner * R + local - M, mask=is_slot & (p < J), other=-1)
     expert = tl.where(is_slot, tl.where(hosted < 0, E, hosted), owner * M + local)
-    expert = tl.where(p < I, expert, E)
+    expert = tl.where(p < J, expert, E)
     return expert, expert * 4 + (owner != rank).to(tl.int32) * 2 + is_slot.to(tl.int32)
 
 
@@ -40,30 +40,30 @@ def _write_instances(
     table_ptr,
     expert_start_ptr,
     rank,
-    I: tl.constexpr,
+    J: tl.constexpr,
     M: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Table [3, I], sorted: begin of each instance on the line, its physical id, and what to add to get the row."""
+    """Table [3, J], sorted: begin of each instance on the line, its physical id, and what to add to get the row."""
     p = part * CHUNK + tl.arange(0, CHUNK)
-    expert, key = _instance_key(p, slot_expert_ptr, rank, I, M, R, E)
-    other = tl.arange(0, BLOCK_I)
-    other_expert, other_key = _instance_key(other, slot_expert_ptr, rank, I, M, R, E)
-    send = tl.load(send_ptr + other, mask=other < I, other=0)
-    is_lower = (other[None, :] < p[:, None]) & (other < I)[None, :]
+    expert, key = _instance_key(p, slot_expert_ptr, rank, J, M, R, E)
+    other = tl.arange(0, BLOCK_J)
+    other_expert, other_key = _instance_key(other, slot_expert_ptr, rank, J, M, R, E)
+    send = tl.load(send_ptr + other, mask=other < J, other=0)
+    is_lower = (other[None, :] < p[:, None]) & (other < J)[None, :]
     is_before = (other_key[None, :] < key[:, None]) | ((other_key[None, :] == key[:, None]) & is_lower)
-    is_before = is_before & (other < I)[None, :]
+    is_before = is_before & (other < J)[None, :]
     place = tl.sum(is_before.to(tl.int32), 1)
     begin = tl.sum(tl.where(is_before, send[None, :], 0), 1)
     first_row = tl.sum(tl.where(is_lower, send[None, :], 0), 1)
     start = tl.sum(tl.where(other_expert[None, :] < expert[:, None], send[None, :], 0), 1)
-    tl.store(table_ptr + place, begin, mask=p < I)
-    tl.store(table_ptr + I + place, p, mask=p < I)
-    tl.store(table_ptr + 2 * I + place, first_row - begin, mask=p < I)
-    tl.store(expert_start_ptr + expert, start, mask=(p < I) & (p % (M + R) < M))
+    tl.store(table_ptr + place, begin, mask=p < J)
+    tl.store(table_ptr + J + place, p, mask=p < J)
+    tl.store(table_ptr + 2 * J + place, first_row - begin, mask=p < J)
+    tl.store(expert_start_ptr + expert, start, mask=(p < J) & (p % (M + R) < M))
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks", "rank"])
@@ -77,14 +77,14 @@ def _count_kernel(
     num_slots,
     num_blocks,
     rank,
-    I: tl.constexpr,
+    J: tl.constexpr,
     M: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
     HAS_PLAN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -104,11 +104,11 @@ def _count_kernel(
             table_ptr,
             expert_start_ptr,
             rank,
-            I,
+            J,
             M,
             R,
             E,
-            BLOCK_I,
+            BLOCK_J,
             CHUNK,
         )
 
@@ -141,14 +141,14 @@ def _place_kernel(
     total_ptr,
     num_slots,
     num_blocks,
-    I: tl.constexpr,
+    J: tl.constexpr,
     E: tl.constexpr,
     HAS_PLAN: tl.constexpr,
     IS_SCANNED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    LOG_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    LOG_J: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -170,12 +170,12 @@ def _place_kernel(
             if not HAS_PLAN:
                 total += tl.sum(counts, 0)
     if HAS_PLAN:
-        physical = tl.arange(0, BLOCK_I)
-        send = tl.load(send_ptr + physical, mask=physical < I, other=0)
+        physical = tl.arange(0, BLOCK_J)
+        send = tl.load(send_ptr + physical, mask=physical < J, other=0)
         num_valid = tl.sum(send, 0)
         base = before + tl.load(expert_start_ptr + e, mask=e < E, other=0)
         if block == 0:
-            tl.store(total_ptr + physical, send, mask=physical < I)
+            tl.store(total_ptr + physical, send, mask=physical < J)
     else:
         num_valid = tl.sum(total, 0)
         base = before + tl.cumsum(total, 0) - total
@@ -199,13 +199,13 @@ def _place_kernel(
     row = place
     if HAS_PLAN:
         instance = tl.zeros([BLOCK], tl.int32)
-        for bit in tl.static_range(LOG_I):  # bisection: the last instance that begins at or before the place
-            candidate = instance + (BLOCK_I >> (bit + 1))
-            begin = tl.load(table_ptr + candidate, mask=candidate < I, other=2147483647)
+        for bit in tl.static_range(LOG_J):  # bisection: the last instance that begins at or before the place
+            candidate = instance + (BLOCK_J >> (bit + 1))
+            begin = tl.load(table_ptr + candidate, mask=candidate < J, other=2147483647)
             instance = tl.where(begin <= place, candidate, instance)
-        shift = tl.load(table_ptr + 2 * I + instance)
+        shift = tl.load(table_ptr + 2 * J + instance)
         row = tl.where(is_valid, place + shift, place)
-        instance_id = tl.load(table_ptr + I + instance)
+        instance_id = tl.load(table_ptr + J + instance)
         instance_id = tl.where(is_valid, instance_id, -1)
         tl.store(physical_ptr + slot, instance_id.to(physical_ptr.dtype.element_ty), mask=slot < num_slots)
     tl.store(row_ptr + slot, row, mask=slot < num_slots)
@@ -218,7 +218,7 @@ def _launch(
     num_experts: int,
     plan: tuple[torch.Tensor, torch.Tensor, int, int] | None,
 ) -> tuple[torch.Tensor, ...]:
-    """`plan`: slot_expert, send_I, num_ranks, rank. Returns physical_TK (empty without a plan) and the permutation's."""
+    """`plan`: slot_expert, send_J, num_ranks, rank. Returns physical_TK (empty without one) and the permutation."""
     ids_TK = ids_TK.contiguous()
     num_slots = ids_TK.numel()
     device = ids_TK.device
@@ -232,35 +232,35 @@ def _launch(
     scratch = torch.empty((num_blocks + 1) * block_e, dtype=torch.int32, device=device)
     total = torch.empty(counts_size, dtype=torch.int32, device=device)
     table, start = scratch, scratch  # unused without a plan
-    I, M, R, rank, parts, chunk = 1, 1, 0, 0, 0, 16
-    slot_expert, send_I = scratch, scratch
+    J, M, R, rank, parts, chunk = 1, 1, 0, 0, 0, 16
+    slot_expert, send_J = scratch, scratch
     if plan is not None:
-        slot_expert, send_I, num_ranks, rank = plan
-        slot_expert, send_I = slot_expert.contiguous(), send_I.contiguous()
-        I, M, R = counts_size, num_experts // num_ranks, slot_expert.numel() // num_ranks
-        table = torch.empty(3 * I + num_experts, dtype=torch.int32, device=device)
-        start = table[3 * I :]
-        parts = triton.cdiv(I, chunk)
-    block_i = max(triton.next_power_of_2(I), 16)
+        slot_expert, send_J, num_ranks, rank = plan
+        slot_expert, send_J = slot_expert.contiguous(), send_J.contiguous()
+        J, M, R = counts_size, num_experts // num_ranks, slot_expert.numel() // num_ranks
+        table = torch.empty(3 * J + num_experts, dtype=torch.int32, device=device)
+        start = table[3 * J :]
+        parts = triton.cdiv(J, chunk)
+    block_j = max(triton.next_power_of_2(J), 16)
     has_plan, is_scanned = plan is not None, num_blocks > MOST_UNSCANNED_BLOCKS
     _count_kernel[(num_blocks + parts,)](
         ids_TK,
         scratch,
         slot_expert,
-        send_I,
+        send_J,
         table,
         start,
         num_slots,
         num_blocks,
         rank,
-        I,
+        J,
         M,
         R,
         num_experts,
         has_plan,
         BLOCK_SLOTS,
         block_e,
-        block_i,
+        block_j,
         chunk,
         num_warps=4,
     )
@@ -269,7 +269,7 @@ def _launch(
     _place_kernel[(num_blocks,)](
         ids_TK,
         scratch,
-        send_I,
+        send_J,
         table,
         start,
         physical_TK,
@@ -279,14 +279,14 @@ def _launch(
         total,
         num_slots,
         num_blocks,
-        I,
+        J,
         num_experts,
         has_plan,
         is_scanned,
         BLOCK_SLOTS,
         block_e,
-        block_i,
-        block_i.bit_length() - 1,
+        block_j,
+        block_j.bit_length() - 1,
         max(1, min(32, 8192 // block_e)),
         32,
         num_warps=8,
@@ -319,16 +319,16 @@ def _(ids_TK, num_destinations):
 
 @torch.library.custom_op("equipoise::reroute", mutates_args=())
 def reroute_slots(
-    ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_I: torch.Tensor, num_experts: int, num_ranks: int, rank: int
+    ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_J: torch.Tensor, num_experts: int, num_ranks: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Physical ids, then the tensors of their `Permutation`."""
-    physical_TK, slot_R, row_TK, valid_TK, counts = _launch(ids_TK, num_experts, (slot_expert, send_I, num_ranks, rank))
+    physical_TK, slot_R, row_TK, valid_TK, counts = _launch(ids_TK, num_experts, (slot_expert, send_J, num_ranks, rank))
     return physical_TK, slot_R, row_TK, valid_TK, counts
 
 
 @reroute_slots.register_fake
-def _(ids_TK, slot_expert, send_I, num_experts, num_ranks, rank):
-    return (ids_TK.new_empty(ids_TK.shape), *_fake_permutation(ids_TK, send_I.shape[0]))
+def _(ids_TK, slot_expert, send_J, num_experts, num_ranks, rank):
+    return (ids_TK.new_empty(ids_TK.shape), *_fake_permutation(ids_TK, send_J.shape[0]))
 
 
 def triton_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation:
@@ -337,8 +337,8 @@ def triton_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutati
 
 
 def triton_reroute(
-    ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_I: torch.Tensor, num_experts: int, num_ranks: int, rank: int
+    ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_J: torch.Tensor, num_experts: int, num_ranks: int, rank: int
 ) -> tuple[torch.Tensor, Permutation]:
     """See `reroute_permutation`."""
-    physical_TK, *permutation = reroute_slots(ids_TK, slot_expert, send_I, num_experts, num_ranks, rank)
+    physical_TK, *permutation = reroute_slots(ids_TK, slot_expert, send_J, num_experts, num_ranks, rank)
     return physical_TK, Permutation(*permutation)

@@ -1,4 +1,4 @@
-"""Combine weights of the selected experts from the router's logits, differentiable: one launch each way on accelerators.
+"""Combine weights of the selected experts, differentiable: on accelerators one launch each way.
 
 Shapes: T tokens, E experts, K experts per token.
 """

@@ -1,7 +1,7 @@
 """Triton forms of `kernels/select_experts.py` (selection and counts) and `kernels/router_weights.py` (combine weights).
 
-Selection takes the largest of unique integers K times: a score's bits in the order of floats, above the complement of its
-index, as `stable_topk` does; so ties, infinities and NaN select the same experts on every device.
+Selection takes the largest of unique integers K times: a score's bits in the order of floats, above the complement of
+its index, as `stable_topk` does; so ties, infinities and NaN select the same experts on every device.
 
 Shapes: T tokens, E experts, K experts per token.
 """

@@ -1,4 +1,4 @@
-"""Triton form of `kernels/tiles.py`: one launch; each program does the short sums again and writes its part of the tables.
+"""Triton form of `kernels/tiles.py`: one launch; each program repeats the short sums and writes its part.
 
 Shapes: L local physical experts, W tiles at most.
 """
@@ -127,4 +127,5 @@ def _(counts_L, num_masters, num_rows, block_rows):
 
 def triton_tiles(counts_L: torch.Tensor, num_masters: int, num_rows: int, block_rows: int) -> Tiles:
     """See `plain_tiles`."""
-    return Tiles(*tile_tables(counts_L, num_masters, num_rows, block_rows), block_rows)
+    offsets_L1, expert_W, row_W, num_2, order_L = tile_tables(counts_L, num_masters, num_rows, block_rows)
+    return Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
