@@ -1,10 +1,8 @@
 """The whole plan of one rank in one kernel: placement, quotas, sends and receives from the load matrix.
 
-The result is that of `balance/planner.py: plan_loads` followed by `balance/splits.py: complete_plan`, bit for bit, which
+The result is that of `balance/planner.py: plan_loads` and then `balance/splits.py: complete_plan`, bit for bit; these
 are its references. Rules and targets come from the caller (`balance/rules.py`): nothing is decided here.
 """
-
-from collections.abc import Sequence
 
 import torch
 
@@ -60,7 +58,8 @@ def plan(
     Args:
         load_PE: int32, contiguous; tokens of each source rank for each expert, none negative, at most 2**31 - 1 in all
             (not checked: that would be a host sync).
-        rules_V4: int32 [V, 4], V <= 8: the giver's sign, 1 if the receiver is the closest fit, else its threshold, fill.
+        rules_V4: int32 [V, 4], V <= 8: the giver's sign; whether the receiver is the closest fit for what is to move;
+            else the room that is enough (-1: `min_tokens`); fill. See `Variant` of balance/rules.py.
         steps_K: int32 [K], K <= 254: rises of the targets after the tolerated load, in 2**-20.
         workspace: from `make_plan_workspace` for (K + 1) * V candidates.
         rank: whose sends and receives.
@@ -78,8 +77,7 @@ def plan(
     num_targets, num_variants = steps_K.numel() + 1, rules_V4.shape[0]
     assert workspace.numel() >= 64 + E + num_targets * num_variants * P * R, "the workspace is another problem's"
     out = _outputs(load_PE, num_slots)
-    expert_pad = max(_padded(E), 32)  # below a warp's 32 lanes, reductions are slower
-    rank_pad = max(_padded(P), 32)
+    rank_pad = max(_padded(P), 32)  # below a warp's 32 lanes, reductions are slower
     grid = (-(-E // COLUMNS.value) + num_targets * num_variants + P,)
     plan_kernel[grid](
         load_PE,
@@ -99,11 +97,12 @@ def plan(
         NUM_VARIANTS=num_variants,
         HAS_COPY_TIME=copy_tokens > 0,
         P_PAD=rank_pad,
-        E_PAD=expert_pad,
         M_PAD=_padded(M),
         L_PAD=_padded(M + R),
         S_PAD=_padded(P * R),
-        BITS=(max(expert_pad, rank_pad) - 1).bit_length(),
+        RANK_BITS=rank_pad.bit_length() - 1,
+        SLOT_BITS=R.bit_length() if R > 1 else 0,
+        MASTER_BITS=_padded(M).bit_length() - 1,
         num_warps=1,
     )
     return out

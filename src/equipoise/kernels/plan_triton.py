@@ -7,8 +7,9 @@ first and wait for nobody higher, hence no deadlock (and Triton's interpreter, w
     candidates  one (target, rule) each: makes its moves in registers, logs them, offers its key to the best
     finishers   one per rank: read the winner's log and write that rank's quotas, sends and receives
 
-Everything that a choice needs is a reduction over at most E int32 values within one warp, which the hardware does in one
-instruction. While loads leave enough high bits free, value and index share one integer and one reduction (BITS > 0).
+Ranks lie along the lanes and all experts of a rank in one lane, so a choice is a reduction of int32 values over one
+warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index share one
+integer and one reduction; otherwise (IS_WIDE) the same code takes two.
 
 Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals, S moves at most.
 """
@@ -22,7 +23,6 @@ VARIANT_BITS = tl.constexpr(3)
 COPIES_BITS = tl.constexpr(16)
 NUMBER_BITS = tl.constexpr(8)
 VARIANT_MASK, COPIES_MASK, NUMBER_MASK = tl.constexpr(2**3 - 1), tl.constexpr(2**16 - 1), tl.constexpr(2**8 - 1)
-STEPS_PER_POLL = tl.constexpr(4)
 PPM = tl.constexpr(1_000_000)
 COLUMNS = tl.constexpr(16)
 """Experts that one summer adds up."""
@@ -40,47 +40,47 @@ def _key(score, number, copies, variant):
 
 
 @triton.jit
-def _first_largest(key, index, BITS: tl.constexpr):
-    """The largest key and its lowest index. With BITS > 0, |key| must stay below 2 ** (31 - BITS)."""
-    if BITS > 0:
-        MASK: tl.constexpr = (1 << BITS) - 1
-        best = tl.max(key * (MASK + 1) + (MASK - index), 0)
-        return best >> BITS, MASK - (best & MASK)
+def _largest(value, code, BITS: tl.constexpr, IS_WIDE: tl.constexpr):
+    """The largest value and, of those that have it, the largest code (0 to 2 ** BITS - 1).
+
+    Unless IS_WIDE, |value| is below 2 ** (30 - BITS), and both are found by one reduction.
+    """
+    if IS_WIDE:
+        best = tl.max(value)
+        return best, tl.max(tl.where(value == best, code, -1))
     else:
-        best = tl.max(key, 0)
-        return best, tl.min(tl.where(key == best, index, INT_MAX), 0)
+        best = tl.max((value << BITS) + code)
+        return best >> BITS, best & ((1 << BITS) - 1)
 
 
 @triton.jit
-def _closest(value, enough, index, CAP: tl.constexpr, BITS: tl.constexpr):
-    """The smallest value that is `enough`, else the largest, and its lowest index. Values below 0 count as 0."""
-    key = tl.where(value >= enough, CAP - tl.maximum(value, 0), tl.maximum(value, 0) - CAP - 1)
-    best, found = _first_largest(key, index, BITS)
+def _closest(value, enough, code, CAP: tl.constexpr, BITS: tl.constexpr, IS_WIDE: tl.constexpr):
+    """The smallest value that is `enough`, else the largest, with the largest code. Values are 0 to CAP."""
+    key = tl.where(value >= enough, CAP - value, value - CAP - 1)
+    best, found = _largest(key, code, BITS, IS_WIDE)
     return tl.where(best >= 0, CAP - best, best + CAP + 1), found
 
 
 @triton.jit
-def _lowest_target(load_P, home_E, rank_P, expert_E, tolerated, P: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr):
+def _lowest_target(home_MP, load_1P, is_rank_1P, tolerated, R: tl.constexpr, IS_WIDE: tl.constexpr):
     """The larger of `tolerated` and the load below which slots cannot take every excess (int32).
 
     The surplus sum(min(t - load, hosted)) is concave in t, so Newton's steps from below never pass the crossing.
     """
+    code_MP = tl.arange(0, home_MP.shape[0])[:, None] * home_MP.shape[1] + tl.arange(0, home_MP.shape[1])[None, :]
     hosted = 0
-    left_E = home_E
+    left_MP = home_MP
     for _ in tl.static_range(R):
-        most, where = _first_largest(left_E, expert_E, BITS)
+        most, code = _largest(left_MP, code_MP, 0, True)
         hosted += tl.maximum(most, 0)
-        left_E = tl.where(expert_E == where, -1, left_E)
+        left_MP = tl.where(code_MP == code, -1, left_MP)
     target = tolerated
     surplus = tl.full([], -1, tl.int64)
     while surplus < 0:
-        room_P = tl.where(rank_P < P, target - load_P, 0)
-        gain_P = tl.minimum(room_P, hosted)
-        if BITS > 0:
-            surplus = tl.sum(gain_P, 0).to(tl.int64)
-        else:
-            surplus = tl.sum(gain_P.to(tl.int64), 0)
-        slope = tl.sum(((room_P < hosted) & (rank_P < P)).to(tl.int32), 0)
+        room_1P = tl.where(is_rank_1P, target - load_1P, 0)
+        gain_1P = tl.minimum(room_1P, hosted)
+        surplus = tl.sum(gain_1P.to(tl.int64)) if IS_WIDE else tl.sum(gain_1P).to(tl.int64)
+        slope = tl.sum(((room_1P < hosted) & is_rank_1P).to(tl.int32))
         if surplus < 0:
             target += ((slope - 1 - surplus) // slope).to(tl.int32)
     return target
@@ -90,10 +90,9 @@ def _lowest_target(load_P, home_E, rank_P, expert_E, tolerated, P: tl.constexpr,
 def _run_candidate(
     best_ptr,
     log_ptr,
-    home_E,
-    load_P,
-    expert_E,
-    rank_P,
+    home_MP,
+    load_1P,
+    rank_1P,
     tolerated,
     ceiling,
     number,
@@ -110,23 +109,31 @@ def _run_candidate(
     R: tl.constexpr,
     DOMAIN: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
-    BITS: tl.constexpr,
+    RANK_BITS: tl.constexpr,
+    SLOT_BITS: tl.constexpr,
+    MASTER_BITS: tl.constexpr,
+    CAP: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):
     """One rule towards one target, as `run_candidates` of balance/planner.py; offers its key to `best_ptr`.
 
     `ceiling` is the score of moving nothing. A candidate ends as soon as its key cannot become the best any more.
+    A rank's code is its complement, so that the lowest rank has the largest, with its free slots in the low bits.
     """
-    CAP: tl.constexpr = (1 << (31 if BITS == 0 else 30 - BITS)) - 1
+    LAST_RANK: tl.constexpr = (1 << RANK_BITS) - 1
+    LAST_MASTER: tl.constexpr = (1 << MASTER_BITS) - 1
+    is_rank_1P = rank_1P < P
     target64 = tolerated.to(tl.int64)
     if number > 1:
-        start = _lowest_target(load_P, home_E, rank_P, expert_E, tolerated, P, R, BITS).to(tl.int64)
+        start = _lowest_target(home_MP, load_1P, is_rank_1P, tolerated, R, IS_WIDE).to(tl.int64)
         target64 = start + (start * step >> 20)
     if target64 + copy_tokens < ceiling:
         target = target64.to(tl.int32)
-        room_P = tl.where(rank_P < P, target - load_P, 0)
-        free_P = tl.where(rank_P < P, R, 0)
-        sent_P = tl.zeros_like(rank_P)
-        owner_E = expert_E // M
+        room_1P = tl.where(is_rank_1P, target - load_1P, 0)
+        free_1P = tl.where(is_rank_1P, R, 0)
+        sent_1P = tl.zeros_like(rank_1P)
+        code_1P = LAST_RANK - rank_1P
+        master_M1 = tl.arange(0, home_MP.shape[0])[:, None]
         is_paired_rule = fill < 0
         fill = tl.where(is_paired_rule, R, fill)
         copies = 0
@@ -135,53 +142,55 @@ def _run_candidate(
         space = 0
         giver = 0
         receiver = 0
+        slots_left = 0
         pair = sign > 2  # no
         live = sign < 2  # yes
         while live:
-            offer = tl.load(best_ptr, volatile=True)  # on its way while the next moves are made
-            for _ in range(STEPS_PER_POLL):
-                worst, next_giver = _first_largest(tl.where(room_P < 0, -room_P * sign, -CAP - 1), rank_P, BITS)
-                live = live & (worst != -CAP - 1)
-                giver = tl.where(pair, giver, next_giver)
-                excess = tl.where(pair, excess, worst * sign)
-                size_E = tl.where(owner_E == giver, home_E, -1)
-                want = tl.maximum(excess, min_tokens)
+            offer = tl.load(best_ptr, volatile=True)  # on its way while the next move is made
+            worst, code = _largest(tl.where(room_1P < 0, -room_1P * sign, -CAP - 1), code_1P, RANK_BITS, IS_WIDE)
+            live = live & (worst != -CAP - 1)
+            giver = tl.where(pair, giver, LAST_RANK - code)
+            excess = tl.where(pair, excess, worst * sign)
+            size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
+            want = tl.maximum(excess, min_tokens)
 
-                open_P = tl.where(free_P > 0, room_P, -1)
-                if DOMAIN < P:
-                    open_P = tl.where(rank_P // DOMAIN == giver // DOMAIN, open_P, -1)
-                enough = tl.where(is_fit, tl.minimum(want, tl.max(size_E, 0)), threshold)
-                next_space, next_receiver = _closest(open_P, enough, rank_P, CAP, BITS)
-                receiver = tl.where(pair, receiver, next_receiver)
-                space = tl.where(pair, space, next_space)
-                if R > 1:
-                    slots = tl.sum(tl.where(rank_P == receiver, free_P, 0), 0)
-                else:
-                    slots = 1
+            open_1P = tl.where(free_1P > 0, tl.maximum(room_1P, 0), 0)
+            if DOMAIN < P:
+                open_1P = tl.where(rank_1P // DOMAIN == giver // DOMAIN, open_1P, 0)
+            enough = tl.where(is_fit, tl.minimum(want, tl.max(size_M1)), threshold)
+            slots_code_1P = (code_1P << SLOT_BITS) + (free_1P if SLOT_BITS > 0 else 0)
+            next_space, code = _closest(open_1P, enough, slots_code_1P, CAP, RANK_BITS + SLOT_BITS, IS_WIDE)
+            receiver = tl.where(pair, receiver, LAST_RANK - (code >> SLOT_BITS))
+            space = tl.where(pair, space, next_space)
+            slots = tl.where(pair, slots_left, code & ((1 << SLOT_BITS) - 1)) if SLOT_BITS > 0 else 1
 
-                move = tl.where(slots <= fill, space, tl.minimum(want, space))
-                size, expert = _closest(size_E, move, expert_E, CAP, BITS)
-                move = tl.minimum(move, size)
-                live = live & (move >= min_tokens)
-                move = tl.where(live, move, 0)
+            move = tl.where(slots <= fill, space, tl.minimum(want, space))
+            size, code = _closest(size_M1, move, LAST_MASTER - master_M1, CAP, MASTER_BITS, IS_WIDE)
+            master = LAST_MASTER - code
+            move = tl.minimum(move, size)
+            live = live & (move >= min_tokens)
+            move = tl.where(live, move, 0)
 
-                code = (expert * (P * R) + receiver * R + R - slots).to(tl.int64)
-                tl.store(log_ptr + copies, (move.to(tl.int64) << 32) + code, mask=live)
-                copies += live.to(tl.int32)
-                room_P += tl.where(rank_P == giver, move, 0) - tl.where(rank_P == receiver, move, 0)
-                free_P -= ((rank_P == receiver) & live).to(tl.int32)
-                home_E -= tl.where(expert_E == expert, move, 0)
-                if HAS_COPY_TIME:
-                    sent_P += ((rank_P == giver) & live).to(tl.int32)
-                    now = tl.maximum(tl.sum(tl.where(rank_P == giver, sent_P, 0), 0), R - slots + 1)
-                    busiest = tl.where(live, tl.maximum(busiest, now), busiest)
-                excess -= move
-                space -= move
-                pair = is_paired_rule & live & (space >= min_tokens) & (slots > 1)
+            entry = (giver * M + master) * (P * R) + receiver * R + R - slots
+            tl.store(log_ptr + copies, (move.to(tl.int64) << 32) + entry, mask=live)
+            copies += live.to(tl.int32)
+            is_giver_1P = rank_1P == giver
+            is_receiver_1P = rank_1P == receiver
+            room_1P += tl.where(is_giver_1P, move, 0) - tl.where(is_receiver_1P, move, 0)
+            free_1P -= (is_receiver_1P & live).to(tl.int32)
+            home_MP -= tl.where(is_giver_1P & (master_M1 == master), move, 0)
+            if HAS_COPY_TIME:
+                sent_1P += (is_giver_1P & live).to(tl.int32)
+                now = tl.maximum(tl.sum(tl.where(is_giver_1P, sent_1P, 0)), R - slots + 1)
+                busiest = tl.where(live, tl.maximum(busiest, now), busiest)
+            excess -= move
+            space -= move
+            slots_left = slots - 1
+            pair = is_paired_rule & live & (space >= min_tokens) & (slots > 1)
             bound = _key(target64 + busiest * copy_tokens, number, copies, variant)
             live = live & (bound < (offer ^ KEY_MAX))
         if copies > 0:
-            top = (target - tl.min(tl.where(rank_P < P, room_P, INT_MAX), 0)).to(tl.int64)
+            top = (target - tl.min(tl.where(is_rank_1P, room_1P, INT_MAX))).to(tl.int64)
             key = _key(tl.maximum(top, target64) + busiest * copy_tokens, number, copies, variant)
             tl.atomic_max(best_ptr, key ^ KEY_MAX, sem="relaxed")
 
@@ -253,11 +262,12 @@ def plan_kernel(
     NUM_VARIANTS: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
     P_PAD: tl.constexpr,
-    E_PAD: tl.constexpr,
     M_PAD: tl.constexpr,
     L_PAD: tl.constexpr,
     S_PAD: tl.constexpr,
-    BITS: tl.constexpr,
+    RANK_BITS: tl.constexpr,
+    SLOT_BITS: tl.constexpr,
+    MASTER_BITS: tl.constexpr,
 ):
     M: tl.constexpr = E // P
     S: tl.constexpr = P * R
@@ -289,20 +299,17 @@ def plan_kernel(
         step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
         while tl.atomic_add(workspace_ptr + SUMMED, 0, sem="acquire") < SUMMERS:
             pass
-        rank_P = tl.arange(0, P_PAD)
-        expert_E = tl.arange(0, E_PAD)
-        master_M = tl.arange(0, M_PAD)
-        home_E = tl.load(load_E_ptr + expert_E, mask=expert_E < E, other=0)
-        is_expert_PM = (rank_P < P)[:, None] & (master_M < M)[None, :]
-        load_P = tl.sum(tl.load(load_E_ptr + rank_P[:, None] * M + master_M[None, :], mask=is_expert_PM, other=0), 1)
-        total = 0
+        rank_1P = tl.arange(0, P_PAD)[None, :]
+        master_M1 = tl.arange(0, M_PAD)[:, None]
+        home_MP = tl.load(load_E_ptr + rank_1P * M + master_M1, mask=(rank_1P < P) & (master_M1 < M), other=0)
+        load_1P = tl.sum(home_MP, 0, keep_dims=True)
+        total = tl.full([], 0, tl.int32)
         for first in tl.static_range(0, P, DOMAIN):
-            is_in_P = (rank_P >= first) & (rank_P < first + DOMAIN)
-            total = tl.maximum(total, tl.sum(tl.where(is_in_P, load_P, 0), 0))
+            total = tl.maximum(total, tl.sum(tl.where((rank_1P >= first) & (rank_1P < first + DOMAIN), load_1P, 0)))
         total64 = total.to(tl.int64)
         tolerated64 = total64 * (PPM + tolerance_ppm) // (DOMAIN * PPM)
         tolerated64 = tl.maximum(tolerated64, (total64 + DOMAIN - 1) // DOMAIN)
-        top = tl.max(load_P, 0)
+        top = tl.max(load_1P)
         ceiling = tl.maximum(top.to(tl.int64), tolerated64)
         best_ptr = workspace_ptr + BEST
         if index == 0:
@@ -310,15 +317,18 @@ def plan_kernel(
         if tolerated64 + copy_tokens < ceiling:
             tolerated = tolerated64.to(tl.int32)
             log_ptr = logs_ptr + index.to(tl.int64) * S
-            if (BITS > 0) & (top < (1 << (30 - BITS)) - 1):
+            CAP: tl.constexpr = (1 << (30 - max(RANK_BITS + SLOT_BITS, MASTER_BITS))) - 1
+            if top < CAP:
                 _run_candidate(
-                    best_ptr, log_ptr, home_E, load_P, expert_E, rank_P, tolerated, ceiling, number, variant, step,
-                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME, BITS,
+                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
+                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
+                    RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
                 )  # fmt: skip
             else:
                 _run_candidate(
-                    best_ptr, log_ptr, home_E, load_P, expert_E, rank_P, tolerated, ceiling, number, variant, step,
-                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME, 0,
+                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
+                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
+                    RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
                 )  # fmt: skip
         tl.debug_barrier()
         tl.atomic_add(workspace_ptr + ARRIVED, 1, sem="release")
