@@ -1,5 +1,6 @@
 """`equipoise bench plan`: how well a planner balances, and how long a plan takes."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +15,9 @@ from equipoise.exit_codes import exit_codes
         "With --quality: largest over mean rank load on synthetic loads (lognormal, Zipf, one hot rank) at 8 ranks x "
         "32, 8 x 128 and 64 x 256 experts, against a lower bound, an UltraEP-style planner and, on small loads, the "
         "optimum (needs scipy). Writes benchmarks/results/planner.json, or planner-NAME.json for your own.\n\n"
-        "Without: the processor time of one plan, at the same sizes and below.\n\n"
+        "Without: on a GPU the time of one whole plan, with the forms that the kernel replaces, 8 x 32 to 64 x 512; "
+        "writes benchmarks/results/plan-DEVICE.json. Elsewhere, and for your own planner, the processor time of one "
+        "plan.\n\n"
         "\b\nExamples:\n"
         "  equipoise bench plan --quality --seed 0\n"
         "  equipoise bench plan --quality --planner my_file.py:my_planner"
@@ -28,16 +31,20 @@ def plan(
     ] = "exact_load",
     loads: Annotated[int, typer.Option(min=15, help="Loads per size.")] = 1000,
     small_loads: Annotated[int, typer.Option(min=1, help="Small loads that are compared with the optimum.")] = 200,
+    out: Annotated[Path | None, typer.Option(help="Results file of the times on a GPU.")] = None,
 ) -> None:
     with exit_codes():
         import torch
 
+        from equipoise.accelerator import get_accelerator
         from equipoise.balance.registry import planner_maker
 
         torch.set_num_threads(1)  # plans are small: threads would only wait for each other
         make_planner = planner_maker(planner)
         if quality:
             _quality(make_planner, planner, seed, loads, small_loads)
+        elif planner == "exact_load" and get_accelerator().device().type == "cuda":
+            _device_speed(seed, out)
         else:
             _speed(make_planner, seed)
 
@@ -69,3 +76,20 @@ def _speed(make_planner, seed: int) -> None:
                 f"{size.name:7} R={slots}: median {np.median(ms):.3f} ms, p90 {np.quantile(ms, 0.9):.3f} ms, "
                 f"max {ms.max():.3f} ms"
             )
+
+
+def _device_speed(seed: int, out: Path | None) -> None:
+    from equipoise.accelerator import get_accelerator
+    from equipoise.bench.plan_speed import study_speed
+    from equipoise.bench.results import results_folder, write_results
+
+    accelerator = get_accelerator()
+    rows, summary = study_speed(accelerator, seed, say=typer.echo)
+    name = accelerator.device_name()
+    short = next((word.lower() for word in name.split() if any(c.isdigit() for c in word)), "gpu")
+    path = write_results(
+        out or results_folder() / f"plan-{short}.json", rows, summary, ["torch", "triton"], {"device": name}
+    )
+    for key, value in summary.items():
+        typer.echo(f"{key:26} {value:.2f}")
+    typer.echo(f"written to {path}")

@@ -1,0 +1,370 @@
+"""The plan kernel: one launch from the load matrix to a rank's whole plan. See `kernels/plan.py` for the contract.
+
+Programs of one warp in three roles, in order of program id, so that each waits for lower ids only: they are dispatched
+first and wait for nobody higher, hence no deadlock (and Triton's interpreter, which runs one after another, works).
+
+    summers     columns of the load matrix to load_E, 16 each
+    candidates  one (target, rule) each: makes its moves in registers, logs them, offers its key to the best
+    finishers   one per rank: read the winner's log and write that rank's quotas, sends and receives
+
+Ranks lie along the lanes and all experts of a rank in one lane, so a choice is a reduction of int32 values over one
+warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index share one
+integer and one reduction; otherwise (IS_WIDE) the same code takes two.
+
+Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals, S moves at most.
+"""
+
+import triton
+import triton.language as tl
+
+INT_MAX = tl.constexpr(2**31 - 1)
+KEY_MAX = tl.constexpr(2**63 - 1)
+VARIANT_BITS = tl.constexpr(3)
+COPIES_BITS = tl.constexpr(16)
+NUMBER_BITS = tl.constexpr(8)
+VARIANT_MASK, COPIES_MASK, NUMBER_MASK = tl.constexpr(2**3 - 1), tl.constexpr(2**16 - 1), tl.constexpr(2**8 - 1)
+PPM = tl.constexpr(1_000_000)
+COLUMNS = tl.constexpr(16)
+"""Experts that one summer adds up."""
+
+BEST, SUMMED, ARRIVED, FINISHED, LOAD = (tl.constexpr(16 * k) for k in range(5))
+"""Where the workspace (int64) holds what: the best offer and three counters, each on its own cache line, then load_E
+(int32), then the logs (int64 [candidates, S])."""
+
+
+@triton.jit
+def _key(score, number, copies, variant):
+    """int64: orders plans by score, then target, then copies, then rule."""
+    rank = (number.to(tl.int64) << (COPIES_BITS + VARIANT_BITS)) + (copies.to(tl.int64) << VARIANT_BITS) + variant
+    return (score.to(tl.int64) << (NUMBER_BITS + COPIES_BITS + VARIANT_BITS)) + rank
+
+
+@triton.jit
+def _largest(value, code, BITS: tl.constexpr, IS_WIDE: tl.constexpr):
+    """The largest value and, of those that have it, the largest code (0 to 2 ** BITS - 1).
+
+    Unless IS_WIDE, |value| is below 2 ** (30 - BITS), and both are found by one reduction.
+    """
+    if IS_WIDE:
+        best = tl.max(value)
+        return best, tl.max(tl.where(value == best, code, -1))
+    else:
+        best = tl.max((value << BITS) + code)
+        return best >> BITS, best & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _closest(value, enough, code, CAP: tl.constexpr, BITS: tl.constexpr, IS_WIDE: tl.constexpr):
+    """The smallest value that is `enough`, else the largest, with the largest code. Values are 0 to CAP."""
+    key = tl.where(value >= enough, CAP - value, value - CAP - 1)
+    best, found = _largest(key, code, BITS, IS_WIDE)
+    return tl.where(best >= 0, CAP - best, best + CAP + 1), found
+
+
+@triton.jit
+def _lowest_target(home_MP, load_1P, is_rank_1P, tolerated, R: tl.constexpr, IS_WIDE: tl.constexpr):
+    """The larger of `tolerated` and the load below which slots cannot take every excess (int32).
+
+    The surplus sum(min(t - load, hosted)) is concave in t, so Newton's steps from below never pass the crossing.
+    """
+    code_MP = tl.arange(0, home_MP.shape[0])[:, None] * home_MP.shape[1] + tl.arange(0, home_MP.shape[1])[None, :]
+    hosted = 0
+    left_MP = home_MP
+    for _ in tl.static_range(R):
+        most, code = _largest(left_MP, code_MP, 0, True)
+        hosted += tl.maximum(most, 0)
+        left_MP = tl.where(code_MP == code, -1, left_MP)
+    target = tolerated
+    surplus = tl.full([], -1, tl.int64)
+    while surplus < 0:
+        room_1P = tl.where(is_rank_1P, target - load_1P, 0)
+        gain_1P = tl.minimum(room_1P, hosted)
+        surplus = tl.sum(gain_1P.to(tl.int64)) if IS_WIDE else tl.sum(gain_1P).to(tl.int64)
+        slope = tl.sum(((room_1P < hosted) & is_rank_1P).to(tl.int32))
+        if surplus < 0:
+            target += ((slope - 1 - surplus) // slope).to(tl.int32)
+    return target
+
+
+@triton.jit
+def _run_candidate(
+    best_ptr,
+    log_ptr,
+    home_MP,
+    load_1P,
+    rank_1P,
+    tolerated,
+    ceiling,
+    number,
+    variant,
+    step,
+    sign,
+    is_fit,
+    threshold,
+    fill,
+    min_tokens,
+    copy_tokens,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    R: tl.constexpr,
+    DOMAIN: tl.constexpr,
+    HAS_COPY_TIME: tl.constexpr,
+    RANK_BITS: tl.constexpr,
+    SLOT_BITS: tl.constexpr,
+    MASTER_BITS: tl.constexpr,
+    CAP: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+):
+    """One rule towards one target, as `run_candidates` of balance/planner.py; offers its key to `best_ptr`.
+
+    `ceiling` is the score of moving nothing. A candidate ends as soon as its key cannot become the best any more.
+    A rank's code is its complement, so that the lowest rank has the largest, with its free slots in the low bits.
+    """
+    LAST_RANK: tl.constexpr = (1 << RANK_BITS) - 1
+    LAST_MASTER: tl.constexpr = (1 << MASTER_BITS) - 1
+    is_rank_1P = rank_1P < P
+    target64 = tolerated.to(tl.int64)
+    if number > 1:
+        start = _lowest_target(home_MP, load_1P, is_rank_1P, tolerated, R, IS_WIDE).to(tl.int64)
+        target64 = start + (start * step >> 20)
+    if target64 + copy_tokens < ceiling:
+        target = target64.to(tl.int32)
+        room_1P = tl.where(is_rank_1P, target - load_1P, 0)
+        free_1P = tl.where(is_rank_1P, R, 0)
+        sent_1P = tl.zeros_like(rank_1P)
+        code_1P = LAST_RANK - rank_1P
+        master_M1 = tl.arange(0, home_MP.shape[0])[:, None]
+        is_paired_rule = fill < 0
+        fill = tl.where(is_paired_rule, R, fill)
+        copies = 0
+        busiest = 0
+        excess = 0
+        space = 0
+        giver = 0
+        receiver = 0
+        slots_left = 0
+        pair = sign > 2  # no
+        live = sign < 2  # yes
+        while live:
+            offer = tl.load(best_ptr, volatile=True)  # on its way while the next move is made
+            worst, code = _largest(tl.where(room_1P < 0, -room_1P * sign, -CAP - 1), code_1P, RANK_BITS, IS_WIDE)
+            live = live & (worst != -CAP - 1)
+            giver = tl.where(pair, giver, LAST_RANK - code)
+            excess = tl.where(pair, excess, worst * sign)
+            size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
+            want = tl.maximum(excess, min_tokens)
+
+            open_1P = tl.where(free_1P > 0, tl.maximum(room_1P, 0), 0)
+            if DOMAIN < P:
+                open_1P = tl.where(rank_1P // DOMAIN == giver // DOMAIN, open_1P, 0)
+            enough = tl.where(is_fit, tl.minimum(want, tl.max(size_M1)), threshold)
+            slots_code_1P = (code_1P << SLOT_BITS) + (free_1P if SLOT_BITS > 0 else 0)
+            next_space, code = _closest(open_1P, enough, slots_code_1P, CAP, RANK_BITS + SLOT_BITS, IS_WIDE)
+            receiver = tl.where(pair, receiver, LAST_RANK - (code >> SLOT_BITS))
+            space = tl.where(pair, space, next_space)
+            slots = tl.where(pair, slots_left, code & ((1 << SLOT_BITS) - 1)) if SLOT_BITS > 0 else 1
+
+            move = tl.where(slots <= fill, space, tl.minimum(want, space))
+            size, code = _closest(size_M1, move, LAST_MASTER - master_M1, CAP, MASTER_BITS, IS_WIDE)
+            master = LAST_MASTER - code
+            move = tl.minimum(move, size)
+            live = live & (move >= min_tokens)
+            move = tl.where(live, move, 0)
+
+            entry = (giver * M + master) * (P * R) + receiver * R + R - slots
+            tl.store(log_ptr + copies, (move.to(tl.int64) << 32) + entry, mask=live)
+            copies += live.to(tl.int32)
+            is_giver_1P = rank_1P == giver
+            is_receiver_1P = rank_1P == receiver
+            room_1P += tl.where(is_giver_1P, move, 0) - tl.where(is_receiver_1P, move, 0)
+            free_1P -= (is_receiver_1P & live).to(tl.int32)
+            home_MP -= tl.where(is_giver_1P & (master_M1 == master), move, 0)
+            if HAS_COPY_TIME:
+                sent_1P += (is_giver_1P & live).to(tl.int32)
+                now = tl.maximum(tl.sum(tl.where(is_giver_1P, sent_1P, 0)), R - slots + 1)
+                busiest = tl.where(live, tl.maximum(busiest, now), busiest)
+            excess -= move
+            space -= move
+            slots_left = slots - 1
+            pair = is_paired_rule & live & (space >= min_tokens) & (slots > 1)
+            bound = _key(target64 + busiest * copy_tokens, number, copies, variant)
+            live = live & (bound < (offer ^ KEY_MAX))
+        if copies > 0:
+            top = (target - tl.min(tl.where(is_rank_1P, room_1P, INT_MAX))).to(tl.int64)
+            key = _key(tl.maximum(top, target64) + busiest * copy_tokens, number, copies, variant)
+            tl.atomic_max(best_ptr, key ^ KEY_MAX, sem="relaxed")
+
+
+@triton.jit
+def _instances(owner, local_L, moves, load_ptr, load_E_ptr, P: tl.constexpr, E: tl.constexpr, R: tl.constexpr):
+    """The physical experts of rank `owner`: expert (-1: free slot), quota, own tokens, start on the expert's line, and
+    the master's own tokens."""
+    M: tl.constexpr = E // P
+    expert_S, slot_S, tokens_S, own_S = moves
+    is_master_L = local_L < M
+    slot_L = owner * R + local_L - M
+    is_here_LS = (slot_S[None, :] == slot_L[:, None]) & (~is_master_L & (local_L < M + R))[:, None]
+    hosted_L = tl.sum(tl.where(is_here_LS, expert_S[None, :] + 1, 0), 1) - 1
+    expert_L = tl.where(is_master_L, owner * M + local_L, hosted_L)
+    is_used_L = expert_L >= 0
+    is_same_LS = expert_S[None, :] == tl.where(is_used_L, expert_L, -2)[:, None]
+    moved_L = tl.sum(tl.where(is_same_LS, tokens_S[None, :], 0), 1)
+    kept_L = tl.load(load_E_ptr + expert_L, mask=is_used_L, other=0) - moved_L
+    home_own_L = tl.load(load_ptr + (expert_L // M) * E + expert_L, mask=is_used_L, other=0)
+    home_own_L = tl.minimum(home_own_L, kept_L)
+    quota_L = tl.where(is_master_L, kept_L, tl.sum(tl.where(is_here_LS, tokens_S[None, :], 0), 1))
+    own_L = tl.where(is_master_L, home_own_L, tl.sum(tl.where(is_here_LS, own_S[None, :], 0), 1))
+    is_earlier_LS = is_same_LS & (slot_S[None, :] < slot_L[:, None])
+    first_L = kept_L - home_own_L + tl.sum(tl.where(is_earlier_LS, (tokens_S - own_S)[None, :], 0), 1)
+    return expert_L, quota_L, own_L, tl.where(is_master_L, 0, first_L), home_own_L
+
+
+@triton.jit
+def _sent(source, owner, instances, moves, load_ptr, P: tl.constexpr, E: tl.constexpr, P_PAD: tl.constexpr):
+    """int32 [L]: tokens that rank `source` sends to each physical expert of rank `owner`; see balance/splits.py."""
+    expert_S, slot_rank_S, own_S = moves
+    expert_L, quota_L, own_L, first_L, home_own_L = instances
+    is_used_L = expert_L >= 0
+    home_L = expert_L // (E // P)
+    is_same_LS = expert_S[None, :] == tl.where(is_used_L, expert_L, -2)[:, None]
+    earlier_LS = is_same_LS & (slot_rank_S < source)[None, :]
+    here_LS = is_same_LS & (slot_rank_S == source)[None, :]
+    earlier_own_L = tl.sum(tl.where(earlier_LS, own_S[None, :], 0), 1) + tl.where(home_L < source, home_own_L, 0)
+    here_own_L = tl.sum(tl.where(here_LS, own_S[None, :], 0), 1) + tl.where(home_L == source, home_own_L, 0)
+    rank_P = tl.arange(0, P_PAD)
+    column_LP = load_ptr + rank_P[None, :] * E + expert_L[:, None]
+    before_L = tl.sum(tl.load(column_LP, mask=is_used_L[:, None] & (rank_P < source)[None, :], other=0), 1)
+    start_L = before_L - earlier_own_L
+    rest_L = tl.load(load_ptr + source * E + expert_L, mask=is_used_L, other=0) - here_own_L
+    end_L = tl.minimum(start_L + rest_L, first_L + quota_L - own_L)
+    return tl.maximum(end_L - tl.maximum(start_L, first_L), 0) + tl.where(source == owner, own_L, 0)
+
+
+@triton.jit(do_not_specialize=["rank", "tolerance_ppm", "min_tokens", "copy_tokens", "num_targets"])
+def plan_kernel(
+    load_ptr,  # int32 [P, E]
+    rules_ptr,  # int32 [V, 4]: giver's sign, whether the receiver fits, its threshold, fill
+    steps_ptr,  # int32 [K]
+    workspace_ptr,  # int64
+    slot_expert_ptr,
+    quota_ptr,
+    send_ptr,
+    recv_ptr,
+    rank,
+    tolerance_ppm,
+    min_tokens,
+    copy_tokens,
+    num_targets,
+    P: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    DOMAIN: tl.constexpr,
+    NUM_VARIANTS: tl.constexpr,
+    HAS_COPY_TIME: tl.constexpr,
+    P_PAD: tl.constexpr,
+    M_PAD: tl.constexpr,
+    L_PAD: tl.constexpr,
+    S_PAD: tl.constexpr,
+    RANK_BITS: tl.constexpr,
+    SLOT_BITS: tl.constexpr,
+    MASTER_BITS: tl.constexpr,
+):
+    M: tl.constexpr = E // P
+    S: tl.constexpr = P * R
+    SUMMERS: tl.constexpr = (E + COLUMNS - 1) // COLUMNS
+    num_candidates = num_targets * NUM_VARIANTS
+    load_E_ptr = (workspace_ptr + LOAD).to(tl.pointer_type(tl.int32))
+    logs_ptr = workspace_ptr + LOAD + E
+    pid = tl.program_id(0)
+    if pid < SUMMERS:
+        column = pid * COLUMNS + tl.arange(0, COLUMNS)
+        rank_P = tl.arange(0, P_PAD)
+        load_PC = tl.load(
+            load_ptr + rank_P[:, None] * E + column[None, :],
+            mask=(rank_P < P)[:, None] & (column < E)[None, :],
+            other=0,
+        )
+        tl.store(load_E_ptr + column, tl.sum(load_PC, 0), mask=column < E)
+        tl.debug_barrier()
+        tl.atomic_add(workspace_ptr + SUMMED, 1, sem="release")
+    elif pid < SUMMERS + num_candidates:
+        index = pid - SUMMERS
+        number = index // NUM_VARIANTS + 1
+        variant = index % NUM_VARIANTS
+        sign = tl.load(rules_ptr + variant * 4)
+        is_fit = tl.load(rules_ptr + variant * 4 + 1) > 0
+        threshold = tl.load(rules_ptr + variant * 4 + 2)
+        threshold = tl.where(threshold < 0, min_tokens, threshold)
+        fill = tl.load(rules_ptr + variant * 4 + 3)
+        step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
+        while tl.atomic_add(workspace_ptr + SUMMED, 0, sem="acquire") < SUMMERS:
+            pass
+        rank_1P = tl.arange(0, P_PAD)[None, :]
+        master_M1 = tl.arange(0, M_PAD)[:, None]
+        home_MP = tl.load(load_E_ptr + rank_1P * M + master_M1, mask=(rank_1P < P) & (master_M1 < M), other=0)
+        load_1P = tl.sum(home_MP, 0, keep_dims=True)
+        total = tl.full([], 0, tl.int32)
+        for first in tl.static_range(0, P, DOMAIN):
+            total = tl.maximum(total, tl.sum(tl.where((rank_1P >= first) & (rank_1P < first + DOMAIN), load_1P, 0)))
+        total64 = total.to(tl.int64)
+        tolerated64 = total64 * (PPM + tolerance_ppm) // (DOMAIN * PPM)
+        tolerated64 = tl.maximum(tolerated64, (total64 + DOMAIN - 1) // DOMAIN)
+        top = tl.max(load_1P)
+        ceiling = tl.maximum(top.to(tl.int64), tolerated64)
+        best_ptr = workspace_ptr + BEST
+        if index == 0:
+            tl.atomic_max(best_ptr, _key(ceiling, index, index, index) ^ KEY_MAX, sem="relaxed")
+        if tolerated64 + copy_tokens < ceiling:
+            tolerated = tolerated64.to(tl.int32)
+            log_ptr = logs_ptr + index.to(tl.int64) * S
+            CAP: tl.constexpr = (1 << (30 - max(RANK_BITS + SLOT_BITS, MASTER_BITS))) - 1
+            if top < CAP:
+                _run_candidate(
+                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
+                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
+                    RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
+                )  # fmt: skip
+            else:
+                _run_candidate(
+                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
+                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
+                    RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
+                )  # fmt: skip
+        tl.debug_barrier()
+        tl.atomic_add(workspace_ptr + ARRIVED, 1, sem="release")
+    else:
+        this = pid - SUMMERS - num_candidates
+        while tl.atomic_add(workspace_ptr + ARRIVED, 0, sem="acquire") < num_candidates:
+            pass
+        key = tl.load(workspace_ptr + BEST) ^ KEY_MAX
+        variant = (key & VARIANT_MASK).to(tl.int32)
+        copies = ((key >> VARIANT_BITS) & COPIES_MASK).to(tl.int32)
+        number = ((key >> (VARIANT_BITS + COPIES_BITS)) & NUMBER_MASK).to(tl.int32)
+        index = tl.maximum(number - 1, 0) * NUM_VARIANTS + variant
+        move_S = tl.arange(0, S_PAD)
+        is_move_S = move_S < copies
+        entry_S = tl.load(logs_ptr + index.to(tl.int64) * S + move_S, mask=is_move_S, other=0)
+        code_S = (entry_S & 0xFFFFFFFF).to(tl.int32)
+        tokens_S = (entry_S >> 32).to(tl.int32)
+        expert_S = tl.where(is_move_S, code_S // max(S, 1), -1)
+        slot_S = tl.where(is_move_S, code_S % max(S, 1), -1)
+        slot_rank_S = slot_S // max(R, 1)
+        own_S = tl.load(load_ptr + slot_rank_S * E + expert_S, mask=is_move_S, other=0)
+        own_S = tl.minimum(own_S, tokens_S)
+
+        moves = (expert_S, slot_S, tokens_S, own_S)
+        owns = (expert_S, slot_rank_S, own_S)
+        local_L = tl.arange(0, L_PAD)
+        is_local_L = local_L < M + R
+        there = _instances(this, local_L, moves, load_ptr, load_E_ptr, P, E, R)
+        at_L = this * (M + R) + local_L
+        tl.store(slot_expert_ptr + this * R + local_L - M, there[0], mask=(local_L >= M) & is_local_L)
+        tl.store(quota_ptr + at_L, there[1], mask=is_local_L)
+        tl.store(send_ptr + at_L, _sent(rank, this, there, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
+        here = _instances(rank, local_L, moves, load_ptr, load_E_ptr, P, E, R)
+        tl.store(recv_ptr + at_L, _sent(this, rank, here, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
+
+        tl.debug_barrier()
+        if tl.atomic_add(workspace_ptr + FINISHED, 1, sem="acq_rel") == P - 1:  # everybody has read what is reset
+            for cell in tl.static_range(4):
+                tl.store(workspace_ptr + cell * 16, tl.zeros([], tl.int64))
