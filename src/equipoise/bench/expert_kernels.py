@@ -5,6 +5,7 @@ Shapes: M masters and S slots on a rank, N x K one expert's weight, D model feat
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ Say = Callable[[str], object]
 
 
 class Shape(NamedTuple):
-    """One rank's experts: `inner` None for a single product of `features` to `features`."""
+    """One rank's experts: D = `features`, I = `inner`; `tokens` is the mean of an expert."""
 
     name: str
     masters: int
@@ -110,14 +111,14 @@ def product_rows(shape: Shape, load: str, dense: float) -> Iterator[dict[str, An
         masters, slots = weight[:M], weight[M:].clone()
         slot_grads = torch.zeros(S, N, K, device="cuda")
         ours: dict[str, Callable[[], torch.Tensor]] = {
-            "forward": lambda: dual_forward(x, masters, slots, rows.tiles),
-            "dgrad": lambda: dual_dgrad(grad, masters, slots, rows.tiles),
-            "wgrad": lambda: dual_wgrad(grad, x, rows.tiles, M, out_slots=slot_grads, add=True),
+            "forward": partial(dual_forward, x, masters, slots, rows.tiles),
+            "dgrad": partial(dual_dgrad, grad, masters, slots, rows.tiles),
+            "wgrad": partial(dual_wgrad, grad, x, rows.tiles, M, out_slots=slot_grads, add=True),
         }
         peers: dict[str, Callable[[], torch.Tensor]] = {
-            "forward": lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=rows.ends_L),
-            "dgrad": lambda: F.grouped_mm(grad, weight, offs=rows.ends_L),
-            "wgrad": lambda: F.grouped_mm(grad.t(), x, offs=rows.ends_L),
+            "forward": partial(F.grouped_mm, x, weight.transpose(1, 2), offs=rows.ends_L),
+            "dgrad": partial(F.grouped_mm, grad, weight, offs=rows.ends_L),
+            "wgrad": partial(F.grouped_mm, grad.t(), x, offs=rows.ends_L),
         }
         for kind in ours:
             ours_out, peer_out = ours[kind](), peers[kind]()
@@ -129,7 +130,8 @@ def product_rows(shape: Shape, load: str, dense: float) -> Iterator[dict[str, An
                 "kind": kind, "shape": shape.name, "product": product, "masters": M, "slots": S, "N": N, "K": K,
                 "tokens_per_expert": shape.tokens, "load": load, "ms": round(ms["ours"], 4),
                 "grouped_mm_ms": round(ms["grouped_mm"], 4), "ratio": round(ms["grouped_mm"] / ms["ours"], 4),
-                "tflops": round(flops / ms["ours"] / 1e9, 1), "share_of_dense": round(flops / ms["ours"] / 1e9 / dense, 3),
+                "tflops": round(flops / ms["ours"] / 1e9, 1),
+                "share_of_dense": round(flops / ms["ours"] / 1e9 / dense, 3),
                 "relative_difference": float(f"{error:.1e}"),
             }  # fmt: skip
 

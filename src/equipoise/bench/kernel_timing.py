@@ -1,11 +1,13 @@
 """Timing of GPU work: peers take turns in one run, captured as CUDA graphs so that no launch is waited for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 Work = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 
 
 def capture(work: Work) -> torch.cuda.CUDAGraph:
@@ -22,11 +24,11 @@ def capture(work: Work) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def interleaved_medians(works: Mapping[str, Work], rounds: int = 12) -> dict[str, float]:
+def interleaved_medians(works: Mapping[Name, Work], rounds: int = 12) -> dict[Name, float]:
     """Median milliseconds of each, measured in turns; the cache is overwritten before every run."""
     graphs = {name: capture(work) for name, work in works.items()}
     scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
+    marks: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
     for _ in range(rounds + 2):
         for name, graph in graphs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -47,7 +47,9 @@ def kernels(
             raise ConfigError(f"the kernels are written in Triton, which does not run here: {problem}")
         shapes = expert_kernels.QUICK_SHAPES if quick else expert_kernels.SHAPES
         if tune:
-            expert_kernels.tune(shapes, say=typer.echo)
+            from equipoise.bench.kernel_tuning import tune as tune_blocks
+
+            tune_blocks(shapes, say=typer.echo)
         device = torch.cuda.get_device_name().split()[-1].lower()
         rows, summary = expert_kernels.study(shapes, say=typer.echo)
         path = write_results(

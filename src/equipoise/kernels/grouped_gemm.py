@@ -12,11 +12,13 @@ Shapes: R rows sorted by physical expert, M masters then S slots, N x K one expe
 features, I inner features.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from equipoise.kernels.tiles import Tiles, plain_tiles
-from equipoise.kernels.tuning import block_rows, choose_block
+from equipoise.kernels.tuning import Block, block_rows, choose_block
 
 ALL, SLOTS_ALONE = 0, 2
 """Whose gradients a launch makes; as the kernel numbers them."""
@@ -24,6 +26,11 @@ ALL, SLOTS_ALONE = 0, 2
 
 def _unpack(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
     return tiles.offsets_L1, tiles.expert_W, tiles.row_W, tiles.num_2, tiles.order_L, tiles.block_rows
+
+
+def _pack(tables: Sequence[torch.Tensor], block_rows: int) -> Tiles:
+    offsets_L1, expert_W, row_W, num_2, order_L = tables
+    return Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
 
 
 def _check_weights(masters: torch.Tensor, slots: torch.Tensor | None) -> None:
@@ -34,6 +41,10 @@ def _check_weights(masters: torch.Tensor, slots: torch.Tensor | None) -> None:
             raise ValueError(f"{name} are {tuple(weight.shape)} {weight.dtype}, masters {tuple(masters.shape)}")
         if weight.shape[0] == 0 or not weight[0].is_contiguous():
             raise ValueError(f"{name} {tuple(weight.shape)} must exist and have each matrix contiguous")
+
+
+def _block(kernel: str, rows: torch.Tensor, N: int, K: int, num_experts: int, descriptors: bool) -> Block:
+    return choose_block(rows.device, kernel, N, K, rows.shape[0], num_experts, descriptors, rows.element_size())
 
 
 @torch.library.custom_op("equipoise::dual_gemm", mutates_args=())
@@ -61,10 +72,7 @@ def _dual_gemm(
     if rows_RC.shape[0] == 0:
         return out
     descriptors = has_descriptors(rows_RC.device) and can_describe(rows_RC, masters, slots, out)
-    kernel = "forward" if transposed else "dgrad"
-    block = choose_block(
-        rows_RC.device, kernel, N, K, rows_RC.shape[0], order_L.shape[0], descriptors, rows_RC.element_size()
-    )
+    block = _block("forward" if transposed else "dgrad", rows_RC, N, K, order_L.shape[0], descriptors)
     launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, out, tiles, transposed, block, descriptors)
     return out
 
@@ -85,7 +93,7 @@ def _dual_wgrad(
     dtype: torch.dtype,
     add: bool,
 ) -> torch.Tensor:
-    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors, launch_wgrad
+    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors
 
     (R, N), K = grad_RN.shape, rows_RK.shape[1]
     grad_RN, rows_RK = grad_RN.contiguous(), rows_RK.contiguous()
@@ -95,18 +103,35 @@ def _dual_wgrad(
         return rows_RK.new_zeros(num_masters, N, K, dtype=dtype)
     num_experts = num_masters if out_slots is None else order_L.shape[0]
     descriptors = has_descriptors(rows_RK.device) and can_describe(grad_RN, rows_RK)
-    block = choose_block(rows_RK.device, "wgrad", N, K, R, num_experts, descriptors, rows_RK.element_size())
+    block = _block("wgrad", rows_RK, N, K, num_experts, descriptors)
+    return run_wgrad(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype, block, add, descriptors)
+
+
+def run_wgrad(
+    grad_RN: torch.Tensor,
+    rows_RK: torch.Tensor,
+    out_slots: torch.Tensor | None,
+    offsets_L1: torch.Tensor,
+    order_L: torch.Tensor,
+    num_masters: int,
+    dtype: torch.dtype,
+    block: Block,
+    add: bool,
+    descriptors: bool,
+) -> torch.Tensor:
+    """Masters' gradients, by one launch for all or by `grouped_mm` and one for the replicas."""
+    from equipoise.kernels.grouped_launch_triton import launch_wgrad
+
     share = ALL
     if block.grouped_mm and dtype == rows_RK.dtype:
-        ends = offsets_L1[1 : num_masters + 1]
-        out = F.grouped_mm(grad_RN.t(), rows_RK, offs=ends)
+        out = F.grouped_mm(grad_RN.t(), rows_RK, offs=offsets_L1[1 : num_masters + 1])
         # Some versions leave the slice of an empty group unwritten.
         out.masked_fill_((offsets_L1.diff()[:num_masters] == 0)[:, None, None], 0)
         if out_slots is None:
             return out
         share = SLOTS_ALONE
     else:
-        out = rows_RK.new_empty(num_masters, N, K, dtype=dtype)
+        out = rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
     launch_wgrad(grad_RN, rows_RK, out, out_slots, offsets_L1, order_L, block, add, share, descriptors)
     return out
 
@@ -128,20 +153,40 @@ def _dual_swiglu_forward(
     order_L: torch.Tensor,
     block_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors, launch_swiglu_forward
+    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors
 
     _check_weights(masters, slots)
     tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
     rows_RD = rows_RD.contiguous()
     (R, D), inner = rows_RD.shape, masters.shape[1] // 2
     act, hidden = rows_RD.new_empty(R, inner), rows_RD.new_empty(R, 2 * inner)
-    if R:
-        descriptors = has_descriptors(rows_RD.device) and can_describe(rows_RD, masters, slots, act)
-        block = choose_block(
-            rows_RD.device, "swiglu_forward", 2 * inner, D, R, order_L.shape[0], descriptors, rows_RD.element_size()
-        )
-        launch_swiglu_forward(rows_RD, masters, slots, hidden, act, tiles, block, descriptors)
+    if R == 0:
+        return act, hidden
+    descriptors = has_descriptors(rows_RD.device) and can_describe(rows_RD, masters, slots, hidden, act)
+    block = _block("swiglu_forward", rows_RD, 2 * inner, D, order_L.shape[0], descriptors)
+    swiglu_forward_into(rows_RD, masters, slots, hidden, act, tiles, block, descriptors)
     return act, hidden
+
+
+def swiglu_forward_into(
+    rows_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    hidden: torch.Tensor,
+    act_RI: torch.Tensor,
+    tiles: Tiles,
+    block: Block,
+    descriptors: bool,
+) -> None:
+    """The activation in the product's epilogue, or by a kernel after it."""
+    from equipoise.kernels.grouped_launch_triton import launch_gemm, launch_swiglu_forward, launch_swiglu_rows
+
+    if block.fused:
+        launch_swiglu_forward(rows_RD, masters, slots, hidden, act_RI, tiles, block, descriptors)
+        return
+    block = _block("forward", rows_RD, hidden.shape[1], rows_RD.shape[1], tiles.order_L.shape[0], descriptors)
+    launch_gemm(rows_RD, masters, slots, None, None, hidden, tiles, True, block, descriptors)
+    launch_swiglu_rows(hidden, act_RI, tiles.offsets_L1)
 
 
 @_dual_swiglu_forward.register_fake
@@ -163,20 +208,45 @@ def _dual_swiglu_backward(
     order_L: torch.Tensor,
     block_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors, launch_swiglu_backward
+    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors
 
     _check_weights(masters, slots)
     tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
     grad_RD = grad_RD.contiguous()
     (R, D), inner = grad_RD.shape, masters.shape[2]
     grad_hidden, act = torch.empty_like(hidden), hidden.new_empty(R, inner)
-    if R:
-        descriptors = has_descriptors(grad_RD.device) and can_describe(grad_RD, masters, slots, hidden, act)
-        block = choose_block(
-            grad_RD.device, "swiglu_backward", D, inner, R, order_L.shape[0], descriptors, grad_RD.element_size()
-        )
-        launch_swiglu_backward(grad_RD, masters, slots, hidden, grad_hidden, act, tiles, block, descriptors)
+    if R == 0:
+        return grad_hidden, act
+    descriptors = has_descriptors(grad_RD.device) and can_describe(grad_RD, masters, slots, hidden, act)
+    block = _block("swiglu_backward", grad_RD, D, inner, order_L.shape[0], descriptors)
+    swiglu_backward_into(grad_RD, masters, slots, hidden, grad_hidden, act, tiles, block, descriptors)
     return grad_hidden, act
+
+
+def swiglu_backward_into(
+    grad_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    hidden: torch.Tensor,
+    grad_hidden: torch.Tensor,
+    act_RI: torch.Tensor,
+    tiles: Tiles,
+    block: Block,
+    descriptors: bool,
+) -> None:
+    """The activation's gradient in the product's epilogue, or by a kernel after it."""
+    from equipoise.kernels.grouped_launch_triton import (
+        launch_gemm,
+        launch_swiglu_backward,
+        launch_swiglu_rows_backward,
+    )
+
+    if block.fused:
+        launch_swiglu_backward(grad_RD, masters, slots, hidden, grad_hidden, act_RI, tiles, block, descriptors)
+        return
+    block = _block("dgrad", grad_RD, grad_RD.shape[1], act_RI.shape[1], tiles.order_L.shape[0], descriptors)
+    launch_gemm(grad_RD, masters, slots, None, None, act_RI, tiles, False, block, descriptors)
+    launch_swiglu_rows_backward(hidden, act_RI, grad_hidden, tiles.offsets_L1)
 
 
 @_dual_swiglu_backward.register_fake
@@ -196,9 +266,7 @@ def dual_forward(
     return _dual_gemm(rows_RK, masters, slots, bias_MN, bias_SN, *_unpack(tiles), transposed=True)
 
 
-def dual_dgrad(
-    grad_RN: torch.Tensor, masters: torch.Tensor, slots: torch.Tensor | None, tiles: Tiles
-) -> torch.Tensor:
+def dual_dgrad(grad_RN: torch.Tensor, masters: torch.Tensor, slots: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
     """grad_rows_RK: the rows' gradient of `dual_forward`."""
     return _dual_gemm(grad_RN, masters, slots, None, None, *_unpack(tiles), transposed=False)
 
@@ -260,7 +328,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RN):
         rows_RK, weight_ENK, *tables = ctx.saved_tensors
-        tiles = Tiles(*tables, ctx.block_rows)
+        tiles = _pack(tables, ctx.block_rows)
         want_rows, want_weight = ctx.needs_input_grad[:2]
         grad_RN = grad_RN.contiguous()
         grad_rows = dual_dgrad(grad_RN, weight_ENK, None, tiles) if want_rows else None
@@ -282,7 +350,7 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RD):
         rows_RD, gate_up_EID, down_EDI, hidden, *tables = ctx.saved_tensors
-        tiles = Tiles(*tables, ctx.block_rows)
+        tiles = _pack(tables, ctx.block_rows)
         want_rows, want_gate_up, want_down = ctx.needs_input_grad[:3]
         grad_RD, E = grad_RD.contiguous(), down_EDI.shape[0]
         grad_hidden, act_RI = dual_swiglu_backward(grad_RD, down_EDI, None, hidden, tiles)

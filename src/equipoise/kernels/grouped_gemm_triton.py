@@ -11,6 +11,7 @@ compile-time constants; everything about the rows is read on the device.
 import triton
 import triton.language as tl
 
+
 @triton.jit
 def ragged_coordinates(first, count, row):
     """The three leading coordinates of row `row` of the rows first .. first + count of a ragged descriptor.
@@ -40,7 +41,9 @@ def first_index(start):
 
 
 @triton.jit
-def load_block(x, row, column, end, stride, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr):
+def load_block(
+    x, row, column, end, stride, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr
+):
     """[BR, BC] of a matrix; 0 past its edges."""
     if DESC:
         value = x.load([row, column])
@@ -123,8 +126,8 @@ def _phase(
 
 @triton.jit(do_not_specialize=["num_rows", "M"])
 def dual_gemm_kernel(
-    x, masters, slots, master_bias, slot_bias, y, offsets, expert_W, row_W, num_2, num_rows, master_stride, slot_stride, M,
-    C: tl.constexpr, O: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    x, masters, slots, master_bias, slot_bias, y, offsets, expert_W, row_W, num_2, num_rows, master_stride, slot_stride,
+    M, C: tl.constexpr, O: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_SLOTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, DESC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip

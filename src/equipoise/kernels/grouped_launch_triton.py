@@ -12,7 +12,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from equipoise.kernels.grouped_gemm_triton import dual_gemm_kernel
 from equipoise.kernels.grouped_wgrad_triton import dual_wgrad_kernel
-from equipoise.kernels.swiglu_triton import swiglu_backward_kernel, swiglu_forward_kernel
+from equipoise.kernels.swiglu_triton import (
+    swiglu_backward_kernel,
+    swiglu_forward_kernel,
+    swiglu_rows_backward_kernel,
+    swiglu_rows_kernel,
+)
 from equipoise.kernels.tiles import Tiles, plain_tiles
 from equipoise.kernels.tuning import INTERPRETED, Block
 
@@ -23,8 +28,8 @@ RAGGED_OUTER = 0x7FFF0000
 
 
 @lru_cache
-def num_programs(device: torch.device) -> int:
-    """One program per multiprocessor; few where programs run one after another."""
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a device; few where programs run one after another."""
     if device.type == "cpu":
         return 3
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
@@ -95,7 +100,7 @@ def launch_gemm(
         shape = [1, BN, BK] if transposed else [1, BK, BN]
         weights = [None if w is None else dense(w, shape) for w in weights]
         out = ragged(out_RO, [BM, BN // 2 if block.split else BN])
-    dual_gemm_kernel[(num_programs(rows_RC.device),)](
+    dual_gemm_kernel[(block.programs * num_multiprocessors(rows_RC.device),)](
         rows, weights[0], weights[1], bias, slot_bias, out, *_tables(tiles), rows_RC.shape[0],
         masters.stride(0), 0 if slots is None else slots.stride(0),
         M=masters.shape[0], C=C, O=O, TRANSPOSED=transposed, HAS_SLOTS=slots is not None, HAS_BIAS=bias is not None,
@@ -120,14 +125,20 @@ def launch_wgrad(
     BM, BN, BT = block.rows, block.columns, block.depth
     grad, rows, masters = grad_RN, rows_RK, out_masters
     describe_out = descriptors and out_masters.element_size() == 2 and can_describe(out_masters)
+    # Adding in memory is the hardware's; the interpreter has no such thing.
+    describe_slots = block.reduce and descriptors and rows_RK.device.type != "cpu" and can_describe(out_slots)
+    slots = out_slots
     if descriptors:
         grad, rows = ragged(grad_RN, [BT, BM]), ragged(rows_RK, [BT, BN])
     if describe_out:
         masters = dense(out_masters, [1, BM, BN // 2 if block.split else BN])
-    dual_wgrad_kernel[(num_programs(rows_RK.device),)](
-        grad, rows, masters, out_slots, offsets_L1, order_L,
+    if describe_slots and out_slots is not None:
+        slots = dense(out_slots, [1, BM, BN // 8])
+    dual_wgrad_kernel[(block.programs * num_multiprocessors(rows_RK.device),)](
+        grad, rows, masters, slots, offsets_L1, order_L,
         0 if out_slots is None else out_slots.stride(0), M if out_slots is None else order_L.shape[0],
-        M=M, N=N, K=K, SHARE=share, ADD=add, DESC=descriptors, DESC_OUT=describe_out, BM=BM, BN=BN, BT=BT,
+        M=M, N=N, K=K, SHARE=share, ADD=add, DESC=descriptors, DESC_OUT=describe_out,
+        DESC_SLOTS=describe_slots, BM=BM, BN=BN, BT=BT,
         GROUP=block.group, FLATTEN=block.flatten, SPLIT=block.split, SNAKE=block.snake,
         num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
@@ -149,10 +160,10 @@ def launch_swiglu_forward(
     rows, weights, out_hidden, act = rows_RD, [masters, slots], hidden, act_RI
     if descriptors:
         rows = dense(rows_RD, [BM, BK])
-        weights = [None if w is None else dense(w.unflatten(1, (2, I)), [1, 1, BN, BK]) for w in weights]
+        weights = [None if w is None else dense(w.unflatten(1, (2, I)), [1, 2, BN, BK]) for w in weights]
         out_hidden = ragged(hidden.view(R, 2, I), [BM, 1, BN])
         act = ragged(act_RI, [BM, BN])
-    swiglu_forward_kernel[(num_programs(rows_RD.device),)](
+    swiglu_forward_kernel[(block.programs * num_multiprocessors(rows_RD.device),)](
         rows, weights[0], weights[1], out_hidden, act, *_tables(tiles), R, masters.stride(0),
         0 if slots is None else slots.stride(0), M=masters.shape[0], D=D, I=I, HAS_SLOTS=slots is not None,
         DESC=descriptors, BM=BM, BN=BN, BK=BK, GROUP=block.group, FLATTEN=block.flatten,
@@ -182,9 +193,34 @@ def launch_swiglu_backward(
         read_hidden = dense(hidden.view(R, 2, I), [BM, 1, width])
         out_hidden = ragged(grad_hidden.view(R, 2, I), [BM, 1, width])
         act = ragged(act_RI, [BM, width])
-    swiglu_backward_kernel[(num_programs(grad_RD.device),)](
+    swiglu_backward_kernel[(block.programs * num_multiprocessors(grad_RD.device),)](
         grad, weights[0], weights[1], read_hidden, out_hidden, act, *_tables(tiles), R, masters.stride(0),
         0 if slots is None else slots.stride(0), M=masters.shape[0], D=D, I=I, HAS_SLOTS=slots is not None,
         DESC=descriptors, BM=BM, BN=BN, BK=BK, GROUP=block.group, FLATTEN=block.flatten, SPLIT=block.split,
         num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
+
+
+def _rows_grid(hidden: torch.Tensor) -> tuple[int, int, int, int]:
+    """Programs, blocks of columns, rows and columns of a block."""
+    R, inner = hidden.shape[0], hidden.shape[1] // 2
+    rows, columns = (16, 256) if hidden.device.type != "cpu" else (64, 64)
+    num_columns = -(-inner // columns)
+    return -(-R // rows) * num_columns, num_columns, rows, columns
+
+
+def launch_swiglu_rows(hidden: torch.Tensor, act_RI: torch.Tensor, offsets_L1: torch.Tensor) -> None:
+    programs, num_columns, rows, columns = _rows_grid(hidden)
+    swiglu_rows_kernel[(programs,)](
+        hidden, act_RI, offsets_L1[-1:], num_columns, I=act_RI.shape[1], BR=rows, BC=columns, num_warps=8
+    )
+
+
+def launch_swiglu_rows_backward(
+    hidden: torch.Tensor, act_RI: torch.Tensor, grad_hidden: torch.Tensor, offsets_L1: torch.Tensor
+) -> None:
+    """`act_RI` holds the activation's gradient and then the activation."""
+    programs, num_columns, rows, columns = _rows_grid(hidden)
+    swiglu_rows_backward_kernel[(programs,)](
+        hidden, act_RI, grad_hidden, offsets_L1[-1:], num_columns, I=act_RI.shape[1], BR=rows, BC=columns, num_warps=8
+    )

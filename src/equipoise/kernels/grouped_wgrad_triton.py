@@ -11,7 +11,9 @@ from equipoise.kernels.grouped_gemm_triton import block_of, halves, load_block, 
 
 
 @triton.jit
-def load_group(x, first, count, row, column, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr):
+def load_group(
+    x, first, count, row, column, WIDTH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr
+):
     """[BR, BC] at row `row` of the `count` rows from `first`; 0 past the last of them."""
     if DESC:
         c0, c1, c2 = ragged_coordinates(first, count, row)
@@ -33,6 +35,19 @@ def _store_master(
 
 
 @triton.jit
+def _add_to_slot(out, value, slot, row, column, BR: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr):
+    """Two halves of [BR, BC], added in memory or stored. A launch adds to an element once: order plays no part."""
+    left, right = halves(value, BR, BC)
+    left, right = left.reshape(1, BR, BC // 2), right.reshape(1, BR, BC // 2)
+    if ADD:
+        out.atomic_add([slot, row, column], left)
+        out.atomic_add([slot, row, column + BC // 2], right)
+    else:
+        out.store([slot, row, column], left)
+        out.store([slot, row, column + BC // 2], right)
+
+
+@triton.jit
 def _store_matrix(
     out, value, row, column, N: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr
 ):
@@ -49,8 +64,8 @@ def _store_matrix(
 def dual_wgrad_kernel(
     grad, rows, out_masters, out_slots, offsets, order, slot_stride, num_ordered, M,
     N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, ADD: tl.constexpr, DESC: tl.constexpr,
-    DESC_OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr, SPLIT: tl.constexpr, SNAKE: tl.constexpr,
+    DESC_OUT: tl.constexpr, DESC_SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    GROUP: tl.constexpr, FLATTEN: tl.constexpr, SPLIT: tl.constexpr, SNAKE: tl.constexpr,
 ):  # fmt: skip
     """weight gradient [N, K] of each expert = grad_RN.T @ rows_RK over its rows, experts in the order of `order`.
 
@@ -93,6 +108,13 @@ def dual_wgrad_kernel(
                     _store_master(out_masters, right, expert, m * BM, n * BN + BN // 2, N, K, BM, BN // 2, DESC_OUT)
                 else:
                     _store_master(out_masters, acc, expert, m * BM, n * BN, N, K, BM, BN, DESC_OUT)
+            elif DESC_SLOTS:
+                left, right = halves(acc, BM, BN)
+                for half in tl.static_range(2):
+                    first_half, second_half = halves(left if half == 0 else right, BM, BN // 2)
+                    column = n * BN + half * (BN // 2)
+                    _add_to_slot(out_slots, first_half, expert - M, m * BM, column, BM, BN // 4, ADD)
+                    _add_to_slot(out_slots, second_half, expert - M, m * BM, column + BN // 4, BM, BN // 4, ADD)
             else:
                 slot = out_slots + (expert - M).to(tl.int64) * slot_stride
                 _store_matrix(slot, acc, m * BM, n * BN, N, K, BM, BN, ADD)

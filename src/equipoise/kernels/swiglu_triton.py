@@ -1,4 +1,5 @@
-"""SwiGLU experts in Triton: the activation in the epilogue of the first product, its gradient in that of the last.
+"""SwiGLU experts in Triton: the activation after the first product and its gradient, as kernels of their own over rows,
+or in the epilogue of the product beside them (the tuning table says where that is faster).
 
 Forward: gate and up of one tile are two products of the same rows, accumulated side by side, so the weights keep their
 layout [2 * I, D] (gate rows first). Backward: the gradient of the activation never reaches memory; the tile that holds
@@ -22,7 +23,17 @@ from equipoise.kernels.grouped_gemm_triton import (
 
 
 @triton.jit
-def load_part(hidden, row, part: tl.constexpr, column, end, I: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr):
+def load_part(
+    hidden,
+    row,
+    part: tl.constexpr,
+    column,
+    end,
+    I: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    DESC: tl.constexpr,
+):
     """[BR, BC] of gate (part 0) or up (part 1)."""
     if DESC:
         value = hidden.load([row, part, column]).reshape(BR, BC)
@@ -47,6 +58,23 @@ def store_part(
 
 
 @triton.jit
+def _load_pair(
+    w, expert, row, column, stride, D: tl.constexpr, I: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DESC: tl.constexpr,
+):  # fmt: skip
+    """[2 * BN, BK]: the same rows of gate and, below them, of up; 0 past the edges."""
+    if DESC:
+        value = w.load([expert, 0, row, column]).reshape(2 * BN, BK)
+    else:
+        pair = tl.arange(0, 2 * BN)
+        rows = row + pair % BN
+        columns = column + tl.arange(0, BK)
+        at = w + expert.to(tl.int64) * stride + (pair // BN * I + rows)[:, None] * D + columns[None, :]
+        value = tl.load(at, mask=(rows < I)[:, None] & (columns < D)[None, :], other=0.0)
+    return value
+
+
+@triton.jit
 def _forward_phase(
     x, w, hidden, act, offsets, expert_W, row_W, num_rows, tile_start, tile_end, expert_start, stride,
     D: tl.constexpr, I: tl.constexpr, DESC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -58,18 +86,12 @@ def _forward_phase(
         m, n = block_of(index - start, tile_end - tile_start, COLUMNS, GROUP)
         expert = tl.load(expert_W + tile_start + m)
         row = tl.load(row_W + tile_start + m)
-        gate = tl.zeros((BM, BN), tl.float32)
-        up = tl.zeros((BM, BN), tl.float32)
+        acc = tl.zeros((BM, 2 * BN), tl.float32)
         for k in tl.range(0, (D + BK - 1) // BK):
             a = load_block(x, row, k * BK, num_rows, D, D, BM, BK, DESC)
-            if DESC:
-                b = w.load([expert - expert_start, 0, n * BN, k * BK]).reshape(BN, BK).T
-                c = w.load([expert - expert_start, 1, n * BN, k * BK]).reshape(BN, BK).T
-            else:
-                b = load_weight(w, expert - expert_start, n * BN, k * BK, stride, I, D, BN, BK, False).T
-                c = load_weight(w + I * D, expert - expert_start, n * BN, k * BK, stride, I, D, BN, BK, False).T
-            gate = tl.dot(a, b, gate, input_precision="ieee")
-            up = tl.dot(a, c, up, input_precision="ieee")
+            b = _load_pair(w, expert - expert_start, n * BN, k * BK, stride, D, I, BN, BK, DESC)
+            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+        gate, up = halves(acc, BM, 2 * BN)
         end = tl.load(offsets + expert + 1)
         dtype = act.dtype if DESC else act.dtype.element_ty
         # Rounded first: the backward sees these values, and so does anybody who computes the steps one by one.
@@ -162,3 +184,42 @@ def swiglu_backward_kernel(
             grad, slots, hidden, grad_hidden, act, offsets, expert_W, row_W, num_rows, masters_end,
             tl.load(num_2 + 1), M, slot_stride, D, I, DESC, BM, BN, BK, GROUP, FLATTEN, SPLIT,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def swiglu_rows_kernel(hidden, act, end_ptr, num_columns, I: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """act = silu(gate) * up over the rows before *end_ptr."""
+    end = tl.load(end_ptr)
+    row, column = tl.program_id(0) // num_columns * BR, tl.program_id(0) % num_columns * BC
+    if row < end:
+        rows, columns = row + tl.arange(0, BR), column + tl.arange(0, BC)
+        mask = (rows < end)[:, None] & (columns < I)[None, :]
+        at = rows.to(tl.int64)[:, None] * (2 * I) + columns[None, :]
+        gate = tl.load(hidden + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(hidden + at + I, mask=mask, other=0.0).to(tl.float32)
+        value = (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty)
+        tl.store(act + rows.to(tl.int64)[:, None] * I + columns[None, :], value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def swiglu_rows_backward_kernel(
+    hidden, act, grad_hidden, end_ptr, num_columns, I: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """`act` holds its own gradient, which the activation replaces; grad_hidden comes from both."""
+    end = tl.load(end_ptr)
+    row, column = tl.program_id(0) // num_columns * BR, tl.program_id(0) % num_columns * BC
+    if row < end:
+        rows, columns = row + tl.arange(0, BR), column + tl.arange(0, BC)
+        mask = (rows < end)[:, None] & (columns < I)[None, :]
+        at = rows.to(tl.int64)[:, None] * (2 * I) + columns[None, :]
+        act_at = act + rows.to(tl.int64)[:, None] * I + columns[None, :]
+        dtype = act.dtype.element_ty
+        dact = tl.load(act_at, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(hidden + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(hidden + at + I, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        dgate = dact * up * (sigmoid + silu * (1 - sigmoid))
+        tl.store(grad_hidden + at, dgate.to(dtype), mask=mask)
+        tl.store(grad_hidden + at + I, (dact * silu).to(dtype), mask=mask)
+        tl.store(act_at, (silu * up).to(dtype), mask=mask)

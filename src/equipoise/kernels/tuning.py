@@ -34,6 +34,9 @@ class Block:
     flatten: one pipeline over all of a program's tiles, not one per tile.
     split: the output leaves in two halves, whose space allows one more stage.
     snake: programs take turns in alternating order (weight gradients, whose tiles differ in cost).
+    programs: per multiprocessor; two small ones hide each other's beginnings and ends.
+    reduce: replicas' gradients are added by the memory system, not by the program (weight gradients).
+    fused: the activation is in the product's epilogue (SwiGLU kernels, whose other fields count only then).
     grouped_mm: masters' gradients by `torch.nn.functional.grouped_mm`, and only the replicas' by the kernel.
     """
 
@@ -46,6 +49,9 @@ class Block:
     flatten: bool = False
     split: bool = False
     snake: bool = False
+    programs: int = 1
+    reduce: bool = False
+    fused: bool = False
     grouped_mm: bool = False
 
 
