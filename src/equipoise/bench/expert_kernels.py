@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from equipoise.bench.kernel_timing import interleaved_medians
+from equipoise.bench.kernel_timing import gpu, interleaved_medians
 from equipoise.kernels.grouped_gemm import (
     dual_dgrad,
     dual_forward,
@@ -78,7 +78,7 @@ def make_rows(shape: Shape, load: str) -> Rows:
     total = L * shape.tokens
     generator = torch.Generator().manual_seed(0)
     draws = torch.multinomial(chances, total, replacement=True, generator=generator)
-    counts_L = draws.bincount(minlength=L).cuda()
+    counts_L = draws.bincount(minlength=L).to("cuda")
     tiles = plain_tiles(counts_L, shape.masters, total, BLOCK_ROWS)
     return Rows(tiles, tiles.offsets_L1[1:].clone(), counts_L, total)
 
@@ -217,7 +217,7 @@ def study(shapes: Sequence[Shape], say: Say) -> tuple[list[dict[str, Any]], dict
                     f"{load:8} {row.get('product', 'experts'):8} {row['kind']:8} {row['tflops']:6.0f} TFLOP/s, "
                     f"{row['ratio']:.3f} x grouped_mm, {row['share_of_dense']:.0%} of dense"
                 )
-            torch.cuda.empty_cache()
+            gpu().empty_cache()
     ratios = {
         kind: [row["ratio"] for row in found if row["kind"] == kind] for kind in ("forward", "dgrad", "wgrad", "mlp")
     }

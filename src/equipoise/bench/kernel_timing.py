@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,16 +10,22 @@ Work = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 
 
-def capture(work: Work) -> torch.cuda.CUDAGraph:
+def gpu() -> Any:
+    """torch's module of the GPUs that it calls `cuda` (NVIDIA's and AMD's)."""
+    return torch.get_device_module("cuda")
+
+
+def capture(work: Work) -> Any:
     """The work as a graph, after two runs that compile and allocate."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    device = gpu()
+    stream = device.Stream()
+    stream.wait_stream(device.current_stream())
+    with device.stream(stream):
         for _ in range(2):
             work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    device.current_stream().wait_stream(stream)
+    graph = device.CUDAGraph()
+    with device.graph(graph):
         work()
     return graph
 
@@ -28,14 +34,14 @@ def interleaved_medians(works: Mapping[Name, Work], rounds: int = 12) -> dict[Na
     """Median milliseconds of each, measured in turns; the cache is overwritten before every run."""
     graphs = {name: capture(work) for name, work in works.items()}
     scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    marks: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
+    marks: dict[Name, list[tuple[Any, Any]]] = {name: [] for name in works}
     for _ in range(rounds + 2):
         for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (gpu().Event(enable_timing=True) for _ in range(2))
             scratch.zero_()
             start.record()
             graph.replay()
             end.record()
             marks[name].append((start, end))
-    torch.cuda.synchronize()
+    gpu().synchronize()
     return {name: median(start.elapsed_time(end) for start, end in pairs[2:]) for name, pairs in marks.items()}

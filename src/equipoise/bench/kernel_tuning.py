@@ -20,7 +20,7 @@ from equipoise.bench.expert_kernels import (
     random,
     random_weight,
 )
-from equipoise.bench.kernel_timing import interleaved_medians
+from equipoise.bench.kernel_timing import gpu, interleaved_medians
 from equipoise.kernels.grouped_gemm import run_wgrad, swiglu_backward_into, swiglu_forward_into
 from equipoise.kernels.tuning import Block, read_table, table_entry, write_table
 
@@ -118,7 +118,7 @@ def _compile_part(shapes: Sequence[Shape], part: int, parts: int) -> None:
             index += 1
             if index % parts == part:
                 _runs(job)
-    torch.cuda.synchronize()
+    gpu().synchronize()
 
 
 def _runs(job: Job) -> bool:
@@ -139,7 +139,7 @@ def tune(shapes: Sequence[Shape], say: Say) -> None:
             future.result()
     say("compiled")
     table = read_table()
-    name, capability = torch.cuda.get_device_name(), list(torch.cuda.get_device_capability())
+    name, capability = gpu().get_device_name(), list(gpu().get_device_capability())
     device = table.setdefault(name, {"capability": capability})
     for kernels in (("forward", "dgrad", "wgrad"), ("swiglu_forward", "swiglu_backward")):
         for shape in shapes:
@@ -151,7 +151,7 @@ def tune(shapes: Sequence[Shape], say: Say) -> None:
                     works = {job.block: job.run for job in group}
                     for block, ms in interleaved_medians(works, rounds=6).items():
                         times.setdefault(key, {}).setdefault(block, []).append(ms)
-                torch.cuda.empty_cache()
+                gpu().empty_cache()
             for (kernel, N, K), blocks in times.items():
                 block = min(blocks, key=lambda b: geomean(blocks[b]))
                 entry = table_entry(N, K, shape.tokens, block)

@@ -34,13 +34,12 @@ def kernels(
     ] = None,
 ) -> None:
     with exit_codes():
-        import torch
-
         from equipoise.bench import expert_kernels
+        from equipoise.bench.kernel_timing import gpu
         from equipoise.bench.results import results_folder, write_results
         from equipoise.kernels.triton_support import triton_problem
 
-        if not torch.cuda.is_available():
+        if not gpu().is_available():
             raise ConfigError("the kernels are measured on a GPU, and torch finds none: run this on a machine with one")
         problem = triton_problem("cuda")
         if problem is not None:
@@ -50,14 +49,14 @@ def kernels(
             from equipoise.bench.kernel_tuning import tune as tune_blocks
 
             tune_blocks(shapes, say=typer.echo)
-        device = torch.cuda.get_device_name().split()[-1].lower()
+        device = gpu().get_device_name().split()[-1].lower()
         rows, summary = expert_kernels.study(shapes, say=typer.echo)
         path = write_results(
             out or results_folder() / f"kernels-{device}{'-quick' if quick else ''}.json",
             rows,
             summary,
             ["torch", "triton"],
-            {"accelerator": torch.cuda.get_device_name()},
+            {"accelerator": gpu().get_device_name()},
         )
         for key, value in summary.items():
             typer.echo(f"{key:26} {value:.3f}" if isinstance(value, float) else f"{key:26} {value}")
