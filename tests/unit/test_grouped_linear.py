@@ -70,7 +70,7 @@ def test_choice_says_why(name: str) -> None:
 
 
 def test_unknown_kernel_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="choose auto, loop or grouped_mm"):
+    with pytest.raises(ValueError, match="choose auto, loop, grouped_mm or triton"):
         choose_grouped_linear(torch.device("cpu"), torch.float32, "cutlass")
 
 

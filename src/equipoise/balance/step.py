@@ -180,7 +180,7 @@ class Step:
             counts: rows of each local physical expert. On the host they may differ from the plan (row padding); a
                 tensor on an accelerator has to equal it, which saves a host sync.
             weight: from `attach`.
-            kernel: `auto`, `loop` or `grouped_mm`.
+            kernel: `auto`, `loop`, `grouped_mm` or `triton`.
             bias: from `attach`. It is added in the rows' dtype; its gradient is a sum over rows in FP32.
         """
         known = self._counts(counts, rows_RK.device)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from equipoise.errors import ConfigError
+from equipoise.kernels.triton_support import triton_problem
 
 GroupedLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -110,9 +111,19 @@ class KernelChoice:
     fn: GroupedLinear
 
 
-def _probe_grouped_mm(device: torch.device, dtype: torch.dtype) -> str | None:
-    """None if `grouped_mm` runs and agrees with the loop, otherwise what went wrong."""
-    if not hasattr(F, "grouped_mm"):
+def _triton_grouped_linear() -> GroupedLinear:
+    from equipoise.kernels.grouped_gemm import triton_grouped_linear
+
+    return triton_grouped_linear
+
+
+def _problem(name: str, fn: GroupedLinear, device: torch.device, dtype: torch.dtype) -> str | None:
+    """None if an implementation runs and agrees with the loop, otherwise what went wrong."""
+    if name == "triton":
+        problem = triton_problem(device.type)
+        if problem is not None:
+            return problem
+    elif not hasattr(F, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped_mm"
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(24, 32, generator=generator).to(device, dtype)
@@ -120,42 +131,55 @@ def _probe_grouped_mm(device: torch.device, dtype: torch.dtype) -> str | None:
     counts = torch.tensor([16, 0, 8], device=device)
     results = []
     try:
-        for fn in (loop_grouped_linear, grouped_mm_linear):
+        for implementation in (loop_grouped_linear, fn):
             x, w = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-            out = fn(x, w, counts)
+            out = implementation(x, w, counts)
             out.backward(torch.ones_like(out))
             results.append((out.detach(), x.grad, w.grad))
-    except (RuntimeError, NotImplementedError) as error:
-        return f"grouped_mm does not run here: {str(error).splitlines()[0]}"
+    except Exception as error:  # compilers and drivers raise what they like
+        return f"{name} does not run here: {str(error).splitlines()[0] if str(error) else repr(error)}"
     for reference, value in zip(*results):
         if not torch.allclose(reference.float(), value.float(), rtol=2e-2, atol=2e-1):
-            return "grouped_mm disagrees with the loop on this device"
+            return f"{name} disagrees with the loop on this device"
     return None
+
+
+def _probe(name: str, fn: GroupedLinear, device: torch.device, dtype: torch.dtype) -> str | None:
+    # In a thread of its own, where the caller's modes do not reach (no_grad, recompute, fake tensors): they would
+    # change what the probe sees, and its answer is kept.
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(_problem, name, fn, device, dtype).result()
 
 
 @lru_cache
 def choose_grouped_linear(device: torch.device, dtype: torch.dtype, name: str = "auto") -> KernelChoice:
-    """Picks the implementation: `auto`, `loop` or `grouped_mm`. Probes once per device and dtype.
+    """Picks the implementation: `auto`, `loop`, `grouped_mm` or `triton`. Probes once per device and dtype.
 
-    On CPU the loop is preferred: its products write straight into the output, and the row counts are already
-    on the host.
+    `auto` takes the first of triton, grouped_mm and loop that runs. On CPU the loop is preferred: its products write
+    straight into the output, and the row counts are already on the host. FP32 is left to grouped_mm, whose products
+    are cuBLAS's; the Triton kernels are laid out for 16-bit elements.
 
     Raises:
         ConfigError: the implementation asked for is unknown or does not run here.
     """
     if name == "loop":
         return KernelChoice("loop", "asked for", loop_grouped_linear)
-    if name not in ("auto", "grouped_mm"):
-        raise ConfigError(f"expert kernel {name!r} is unknown: choose auto, loop or grouped_mm")
+    if name not in ("auto", "grouped_mm", "triton"):
+        raise ConfigError(f"expert kernel {name!r} is unknown: choose auto, loop, grouped_mm or triton")
     if name == "auto" and device.type == "cpu":
         return KernelChoice("loop", "on CPU the loop is at least as fast as grouped_mm", loop_grouped_linear)
-    # In a thread of its own, where the caller's modes do not reach (no_grad, recompute, fake tensors): they would
-    # change what the probe sees, and its answer is kept.
-    with ThreadPoolExecutor(1) as fresh:
-        problem = fresh.submit(_probe_grouped_mm, device, dtype).result()
-    if problem is None:
-        reason = "asked for" if name == "grouped_mm" else "grouped_mm runs here and agrees with the loop"
-        return KernelChoice("grouped_mm", reason, grouped_mm_linear)
-    if name == "grouped_mm":
-        raise ConfigError(f"expert kernel 'grouped_mm' cannot be used: {problem}. Use auto or loop")
-    return KernelChoice("loop", problem, loop_grouped_linear)
+    candidates = {"triton": _triton_grouped_linear(), "grouped_mm": grouped_mm_linear}
+    problems = []
+    for candidate, fn in candidates.items():
+        if name == "auto" and candidate == "triton" and dtype.itemsize > 2:
+            problems.append(f"triton is not preferred for {dtype}")
+            continue
+        if name in ("auto", candidate):
+            problem = _probe(candidate, fn, device, dtype)
+            if problem is None:
+                works = f"{candidate} runs here and agrees with the loop"
+                return KernelChoice(candidate, "asked for" if name != "auto" else "; ".join([*problems, works]), fn)
+            problems.append(problem)
+    if name != "auto":
+        raise ConfigError(f"expert kernel {name!r} cannot be used: {problems[0]}. Use auto or loop")
+    return KernelChoice("loop", "; ".join(problems), loop_grouped_linear)

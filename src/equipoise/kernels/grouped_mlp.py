@@ -149,9 +149,13 @@ def grouped_mlp(
         gate_up_EID: [E, 2 * I, D], gate rows first.
         down_EDI: [E, D, I].
         counts_E: int64, rows of each expert.
-        kernel: `auto`, `loop` or `grouped_mm`; see `choose_grouped_linear`.
+        kernel: `auto`, `loop`, `grouped_mm` or `triton`; see `choose_grouped_linear`.
     """
     choice = choose_grouped_linear(rows_RD.device, rows_RD.dtype, kernel)
     if choice.fn is loop_grouped_linear:
         return loop_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E)
+    if choice.name == "triton":
+        from equipoise.kernels.grouped_gemm import triton_grouped_mlp
+
+        return triton_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E)
     return plain_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E, choice.fn)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from equipoise.kernels.grouped_mlp import grouped_mlp
 
-ExpertKernel = Literal["auto", "loop", "grouped_mm"]
+ExpertKernel = Literal["auto", "loop", "grouped_mm", "triton"]
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:

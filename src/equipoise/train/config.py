@@ -39,7 +39,7 @@ class LoopConfig(Config):
     selective also keeps attention and dense products."""
     compile: bool = False
     """Compiles attention and dense feed-forward parts with torch.compile."""
-    expert_kernel: Literal["auto", "loop", "grouped_mm"] = "auto"
+    expert_kernel: Literal["auto", "loop", "grouped_mm", "triton"] = "auto"
     """Implementation of the experts' products; auto probes the device and says what it chose."""
     eval_every: int = Field(0, ge=0)
     """Evaluate on held-out sequences every n steps, and at the end; 0 evaluates at the end only."""

@@ -1,0 +1,161 @@
+"""Extends the table of tile sizes: every candidate is compiled in parallel, then timed in turns."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+
+from equipoise.bench.expert_kernels import (
+    LOADS,
+    Say,
+    Shape,
+    geomean,
+    make_rows,
+    random,
+    random_weight,
+)
+from equipoise.bench.kernel_timing import gpu, interleaved_medians
+from equipoise.kernels.grouped_gemm import run_wgrad, swiglu_backward_into, swiglu_forward_into
+from equipoise.kernels.tuning import Block, read_table, table_entry, write_table
+
+WIDE = Block(columns=256)
+DEEP = replace(WIDE, stages=4, split=True)
+GEMM = (
+    WIDE,
+    replace(WIDE, flatten=True),
+    replace(WIDE, flatten=True, split=True),
+    replace(DEEP, flatten=True, group=4),
+    replace(DEEP, flatten=True),
+    replace(DEEP, flatten=True, group=16),
+    replace(DEEP, group=4),
+    DEEP,
+)
+WGRAD = (
+    WIDE,
+    replace(DEEP, group=4),
+    replace(DEEP, group=16),
+    replace(DEEP, snake=True),
+    replace(DEEP, group=16, snake=True),
+    replace(WIDE, rows=256, columns=128, stages=4, split=True),
+    Block(stages=4),
+    Block(stages=4, snake=True),
+    Block(stages=4, warps=4),
+    replace(WIDE, flatten=True, split=True, reduce=True, snake=True),
+    Block(stages=3, warps=4, split=True, reduce=True, programs=2, depth=32),
+    replace(WIDE, grouped_mm=True),
+    Block(stages=4, grouped_mm=True),
+)
+SWIGLU_FORWARD = (Block(), Block(fused=True), Block(fused=True, flatten=True), Block(fused=True, group=16))
+SWIGLU_BACKWARD = (
+    Block(),
+    Block(fused=True, stages=4, flatten=True, split=True),
+    Block(fused=True, warps=4, columns=64, programs=2),
+    Block(fused=True, warps=4, split=True, depth=32, stages=4, programs=2),
+)
+CANDIDATES = {
+    "forward": GEMM,
+    "dgrad": GEMM,
+    "wgrad": WGRAD,
+    "swiglu_forward": SWIGLU_FORWARD,
+    "swiglu_backward": SWIGLU_BACKWARD,
+}
+
+
+class Job(NamedTuple):
+    """One candidate at one shape and load; `N` x `K` as the table has it."""
+
+    kernel: str
+    N: int
+    K: int
+    block: Block
+    run: Callable[[], object]
+
+
+def jobs(shape: Shape, load: str, num_rows: int | None = None) -> Iterator[Job]:
+    """All candidates; `num_rows` cuts the rows, where only compiling is wanted."""
+    from equipoise.kernels import grouped_launch_triton as launch
+
+    M, S, D, inner = shape.masters, shape.slots, shape.features, shape.inner
+    rows = make_rows(shape if num_rows is None else shape._replace(tokens=num_rows), load)
+    R, tiles = rows.total, rows.tiles
+    for N, K in shape.products.values():
+        x, grad, weight = random(R, K), random(R, N), random_weight(M + S, N, K)
+        masters, slots = weight[:M], weight[M:].clone()
+        out, grad_rows = torch.empty_like(grad), torch.empty_like(x)
+        slot_grads = torch.zeros(S, N, K, device="cuda")
+        product = partial(launch.launch_gemm, masters=masters, slots=slots, bias=None, slot_bias=None, tiles=tiles)
+        for b in GEMM:
+            forward = partial(product, x, out_RO=out, transposed=True, block=b, descriptors=True)
+            yield Job("forward", N, K, b, forward)
+            dgrad = partial(product, grad, out_RO=grad_rows, transposed=False, block=b, descriptors=True)
+            yield Job("dgrad", N, K, b, dgrad)
+        tables = tiles.offsets_L1, tiles.order_L
+        for b in WGRAD:
+            yield Job("wgrad", N, K, b, partial(run_wgrad, grad, x, slot_grads, *tables, M, x.dtype, b, True, True))
+    x, hidden, act = random(R, D), random(R, 2 * inner), random(R, inner)
+    grad_hidden = torch.empty_like(hidden)
+    up, down = random_weight(M + S, 2 * inner, D), random_weight(M + S, D, inner)
+    up_weights, down_weights = (up[:M], up[M:].clone()), (down[:M], down[M:].clone())
+    for b in SWIGLU_FORWARD:
+        run = partial(swiglu_forward_into, x, *up_weights, hidden, act, tiles, b, True)
+        yield Job("swiglu_forward", 2 * inner, D, b, run)
+    for b in SWIGLU_BACKWARD:
+        run = partial(swiglu_backward_into, x, *down_weights, hidden, grad_hidden, act, tiles, b, True)
+        yield Job("swiglu_backward", D, inner, b, run)
+
+
+def _compile_part(shapes: Sequence[Shape], part: int, parts: int) -> None:
+    """Compiles every `parts`-th candidate into Triton's cache on disk."""
+    index = 0
+    for shape in shapes:
+        for job in jobs(shape, "balanced", 2):
+            index += 1
+            if index % parts == part:
+                _runs(job)
+    gpu().synchronize()
+
+
+def _runs(job: Job) -> bool:
+    """False for a candidate that does not fit this device."""
+    try:
+        job.run()
+    except Exception:  # compilers raise what they like
+        return False
+    return True
+
+
+def tune(shapes: Sequence[Shape], say: Say) -> None:
+    """Writes the best of `CANDIDATES` for each shape, by the geometric mean over loads, into the shipped table."""
+    parts = min(os.cpu_count() or 1, 15)
+    sizes = list({(shape.features, shape.inner): shape._replace(masters=2, slots=1) for shape in shapes}.values())
+    with ProcessPoolExecutor(parts, mp_context=get_context("spawn")) as pool:
+        for future in [pool.submit(_compile_part, sizes, part, parts) for part in range(parts)]:
+            future.result()
+    say("compiled")
+    table = read_table()
+    name, capability = gpu().get_device_name(), list(gpu().get_device_capability())
+    device = table.setdefault(name, {"capability": capability})
+    for kernels in (("forward", "dgrad", "wgrad"), ("swiglu_forward", "swiglu_backward")):
+        for shape in shapes:
+            times: dict[tuple[str, int, int], dict[Block, list[float]]] = {}
+            for load in LOADS:
+                found = [job for job in jobs(shape, load) if job.kernel in kernels and _runs(job)]
+                found.sort(key=lambda job: (job.kernel, job.N, job.K))
+                for key, group in groupby(found, key=lambda job: (job.kernel, job.N, job.K)):
+                    works = {job.block: job.run for job in group}
+                    for block, ms in interleaved_medians(works, rounds=6).items():
+                        times.setdefault(key, {}).setdefault(block, []).append(ms)
+                gpu().empty_cache()
+            for (kernel, N, K), blocks in times.items():
+                block = min(blocks, key=lambda b: geomean(blocks[b]))
+                entry = table_entry(N, K, shape.tokens, block)
+                others = [e for e in device.get(kernel, []) if (e["N"], e["K"], e["tokens"]) != (N, K, shape.tokens)]
+                device[kernel] = sorted([*others, entry], key=lambda e: (e["N"], e["K"], e["tokens"]))
+                say(f"{shape.name} {shape.masters}+{shape.slots} {kernel} {entry}")
+        write_table(table)  # the second group builds on the blocks of the first

@@ -1,0 +1,63 @@
+"""`equipoise bench kernels`: the GPU kernels against their peers in the same run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from equipoise.bench.group import bench
+from equipoise.errors import ConfigError
+from equipoise.exit_codes import exit_codes
+
+
+@bench.command(
+    help=(
+        "Measure the kernels of the expert layers on this GPU.\n\n"
+        "Grouped products over masters and replicas against one torch grouped_mm over weights that were concatenated "
+        "beforehand, at the shapes of Qwen3-30B-A3B, Qwen3-235B-A22B, DeepSeek-V3 and others, balanced and Zipf loads, "
+        "128 to 16 k tokens per expert; SwiGLU experts forward and backward against the unfused form; activations "
+        "saved. Rates also as a share of the dense product's in the same run. Writes kernels-DEVICE.json.\n\n"
+        "With --tune: measure tile sizes first and write the best into the table that the kernels read.\n\n"
+        "\b\nExamples:\n"
+        "  equipoise bench kernels\n"
+        "  equipoise bench kernels --quick\n"
+        "  equipoise bench kernels --tune"
+    ),
+    short_help="Measure the GPU kernels.",
+)
+def kernels(
+    quick: Annotated[bool, typer.Option("--quick", help="A few shapes; writes kernels-DEVICE-quick.json.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Extend the table of tile sizes.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(show_default="benchmarks/results/kernels-DEVICE.json", help="Results file; replaced if there."),
+    ] = None,
+) -> None:
+    with exit_codes():
+        from equipoise.bench import expert_kernels
+        from equipoise.bench.kernel_timing import gpu
+        from equipoise.bench.results import results_folder, write_results
+        from equipoise.kernels.triton_support import triton_problem
+
+        if not gpu().is_available():
+            raise ConfigError("the kernels are measured on a GPU, and torch finds none: run this on a machine with one")
+        problem = triton_problem("cuda")
+        if problem is not None:
+            raise ConfigError(f"the kernels are written in Triton, which does not run here: {problem}")
+        shapes = expert_kernels.QUICK_SHAPES if quick else expert_kernels.SHAPES
+        if tune:
+            from equipoise.bench.kernel_tuning import tune as tune_blocks
+
+            tune_blocks(shapes, say=typer.echo)
+        device = gpu().get_device_name().split()[-1].lower()
+        rows, summary = expert_kernels.study(shapes, say=typer.echo)
+        path = write_results(
+            out or results_folder() / f"kernels-{device}{'-quick' if quick else ''}.json",
+            rows,
+            summary,
+            ["torch", "triton"],
+            {"accelerator": gpu().get_device_name()},
+        )
+        for key, value in summary.items():
+            typer.echo(f"{key:26} {value:.3f}" if isinstance(value, float) else f"{key:26} {value}")
+        typer.echo(f"written to {path}")

@@ -1,0 +1,378 @@
+"""Grouped products over weights in two storages, and the SwiGLU experts that are made of them: operators and autograd.
+
+The operators wrap the Triton kernels; the plain forms they are compared with are in `grouped_linear` and `grouped_mlp`.
+They read the counts on the device (`Tiles`), synchronize nothing, add in a fixed order, and can be captured in a CUDA
+graph. Rows past `tiles.offsets_L1[-1]` belong to nobody: they reach no result, and their outputs are unspecified.
+Experts without rows get gradients of exactly 0.
+
+Weights have their elements in order within an expert, slots may lie further apart. The kernels use tensor descriptors
+where the device has them and all row lengths are multiples of 16 bytes, otherwise plain pointers.
+
+Shapes: R rows sorted by physical expert, M masters then S slots, N x K one expert's weight (y = x W^T), D model
+features, I inner features.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from equipoise.kernels.tiles import Tiles, plain_tiles
+from equipoise.kernels.tuning import Block, block_rows, choose_block
+
+ALL, SLOTS_ALONE = 0, 2
+"""Whose gradients a launch makes; as the kernel numbers them."""
+
+
+def _unpack(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    return tiles.offsets_L1, tiles.expert_W, tiles.row_W, tiles.num_2, tiles.order_L, tiles.block_rows
+
+
+def _pack(tables: Sequence[torch.Tensor], block_rows: int) -> Tiles:
+    offsets_L1, expert_W, row_W, num_2, order_L = tables
+    return Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
+
+
+def _check_weights(masters: torch.Tensor, slots: torch.Tensor | None) -> None:
+    for name, weight in (("masters", masters), ("slots", slots)):
+        if weight is None:
+            continue
+        if weight.shape[1:] != masters.shape[1:] or weight.dtype != masters.dtype:
+            raise ValueError(f"{name} are {tuple(weight.shape)} {weight.dtype}, masters {tuple(masters.shape)}")
+        if weight.shape[0] == 0 or not weight[0].is_contiguous():
+            raise ValueError(f"{name} {tuple(weight.shape)} must exist and have each matrix contiguous")
+
+
+def _block(kernel: str, rows: torch.Tensor, N: int, K: int, num_experts: int, descriptors: bool) -> Block:
+    return choose_block(rows.device, kernel, N, K, rows.shape[0], num_experts, descriptors, rows.element_size())
+
+
+@torch.library.custom_op("equipoise::dual_gemm", mutates_args=())
+def _dual_gemm(
+    rows_RC: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    bias_MN: torch.Tensor | None,
+    bias_SN: torch.Tensor | None,
+    offsets_L1: torch.Tensor,
+    expert_W: torch.Tensor,
+    row_W: torch.Tensor,
+    num_2: torch.Tensor,
+    order_L: torch.Tensor,
+    block_rows: int,
+    transposed: bool,
+) -> torch.Tensor:
+    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors, launch_gemm
+
+    _check_weights(masters, slots)
+    tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
+    rows_RC = rows_RC.contiguous()
+    N, K = masters.shape[1:]
+    out = rows_RC.new_empty(rows_RC.shape[0], N if transposed else K)
+    if rows_RC.shape[0] == 0:
+        return out
+    descriptors = has_descriptors(rows_RC.device) and can_describe(rows_RC, masters, slots, out)
+    block = _block("forward" if transposed else "dgrad", rows_RC, N, K, order_L.shape[0], descriptors)
+    launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, out, tiles, transposed, block, descriptors)
+    return out
+
+
+@_dual_gemm.register_fake
+def _(rows_RC, masters, slots, bias_MN, bias_SN, offsets_L1, expert_W, row_W, num_2, order_L, block_rows, transposed):
+    return rows_RC.new_empty(rows_RC.shape[0], masters.shape[1 if transposed else 2])
+
+
+@torch.library.custom_op("equipoise::dual_wgrad", mutates_args=("out_slots",))
+def _dual_wgrad(
+    grad_RN: torch.Tensor,
+    rows_RK: torch.Tensor,
+    out_slots: torch.Tensor | None,
+    offsets_L1: torch.Tensor,
+    order_L: torch.Tensor,
+    num_masters: int,
+    dtype: torch.dtype,
+    add: bool,
+) -> torch.Tensor:
+    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors
+
+    (R, N), K = grad_RN.shape, rows_RK.shape[1]
+    grad_RN, rows_RK = grad_RN.contiguous(), rows_RK.contiguous()
+    if R == 0:
+        if out_slots is not None and not add:
+            out_slots.zero_()
+        return rows_RK.new_zeros(num_masters, N, K, dtype=dtype)
+    num_experts = num_masters if out_slots is None else order_L.shape[0]
+    descriptors = has_descriptors(rows_RK.device) and can_describe(grad_RN, rows_RK)
+    block = _block("wgrad", rows_RK, N, K, num_experts, descriptors)
+    return run_wgrad(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype, block, add, descriptors)
+
+
+def run_wgrad(
+    grad_RN: torch.Tensor,
+    rows_RK: torch.Tensor,
+    out_slots: torch.Tensor | None,
+    offsets_L1: torch.Tensor,
+    order_L: torch.Tensor,
+    num_masters: int,
+    dtype: torch.dtype,
+    block: Block,
+    add: bool,
+    descriptors: bool,
+) -> torch.Tensor:
+    """Masters' gradients, by one launch for all or by `grouped_mm` and one for the replicas."""
+    from equipoise.kernels.grouped_launch_triton import launch_wgrad
+
+    share = ALL
+    if block.grouped_mm and dtype == rows_RK.dtype:
+        out = F.grouped_mm(grad_RN.t(), rows_RK, offs=offsets_L1[1 : num_masters + 1])
+        # Some versions leave the slice of an empty group unwritten.
+        out.masked_fill_((offsets_L1.diff()[:num_masters] == 0)[:, None, None], 0)
+        if out_slots is None:
+            return out
+        share = SLOTS_ALONE
+    else:
+        out = rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
+    launch_wgrad(grad_RN, rows_RK, out, out_slots, offsets_L1, order_L, block, add, share, descriptors)
+    return out
+
+
+@_dual_wgrad.register_fake
+def _(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype, add):
+    return rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
+
+
+@torch.library.custom_op("equipoise::dual_swiglu_forward", mutates_args=())
+def _dual_swiglu_forward(
+    rows_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    offsets_L1: torch.Tensor,
+    expert_W: torch.Tensor,
+    row_W: torch.Tensor,
+    num_2: torch.Tensor,
+    order_L: torch.Tensor,
+    block_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors
+
+    _check_weights(masters, slots)
+    tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
+    rows_RD = rows_RD.contiguous()
+    (R, D), inner = rows_RD.shape, masters.shape[1] // 2
+    act, hidden = rows_RD.new_empty(R, inner), rows_RD.new_empty(R, 2 * inner)
+    if R == 0:
+        return act, hidden
+    descriptors = has_descriptors(rows_RD.device) and can_describe(rows_RD, masters, slots, hidden, act)
+    block = _block("swiglu_forward", rows_RD, 2 * inner, D, order_L.shape[0], descriptors)
+    swiglu_forward_into(rows_RD, masters, slots, hidden, act, tiles, block, descriptors)
+    return act, hidden
+
+
+def swiglu_forward_into(
+    rows_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    hidden: torch.Tensor,
+    act_RI: torch.Tensor,
+    tiles: Tiles,
+    block: Block,
+    descriptors: bool,
+) -> None:
+    """The activation in the product's epilogue, or by a kernel after it."""
+    from equipoise.kernels.grouped_launch_triton import launch_gemm, launch_swiglu_forward, launch_swiglu_rows
+
+    if block.fused:
+        launch_swiglu_forward(rows_RD, masters, slots, hidden, act_RI, tiles, block, descriptors)
+        return
+    block = _block("forward", rows_RD, hidden.shape[1], rows_RD.shape[1], tiles.order_L.shape[0], descriptors)
+    launch_gemm(rows_RD, masters, slots, None, None, hidden, tiles, True, block, descriptors)
+    launch_swiglu_rows(hidden, act_RI, tiles.offsets_L1)
+
+
+@_dual_swiglu_forward.register_fake
+def _(rows_RD, masters, slots, offsets_L1, expert_W, row_W, num_2, order_L, block_rows):
+    R, inner = rows_RD.shape[0], masters.shape[1] // 2
+    return rows_RD.new_empty(R, inner), rows_RD.new_empty(R, 2 * inner)
+
+
+@torch.library.custom_op("equipoise::dual_swiglu_backward", mutates_args=())
+def _dual_swiglu_backward(
+    grad_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    hidden: torch.Tensor,
+    offsets_L1: torch.Tensor,
+    expert_W: torch.Tensor,
+    row_W: torch.Tensor,
+    num_2: torch.Tensor,
+    order_L: torch.Tensor,
+    block_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors
+
+    _check_weights(masters, slots)
+    tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
+    grad_RD = grad_RD.contiguous()
+    (R, D), inner = grad_RD.shape, masters.shape[2]
+    grad_hidden, act = torch.empty_like(hidden), hidden.new_empty(R, inner)
+    if R == 0:
+        return grad_hidden, act
+    descriptors = has_descriptors(grad_RD.device) and can_describe(grad_RD, masters, slots, hidden, act)
+    block = _block("swiglu_backward", grad_RD, D, inner, order_L.shape[0], descriptors)
+    swiglu_backward_into(grad_RD, masters, slots, hidden, grad_hidden, act, tiles, block, descriptors)
+    return grad_hidden, act
+
+
+def swiglu_backward_into(
+    grad_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    hidden: torch.Tensor,
+    grad_hidden: torch.Tensor,
+    act_RI: torch.Tensor,
+    tiles: Tiles,
+    block: Block,
+    descriptors: bool,
+) -> None:
+    """The activation's gradient in the product's epilogue, or by a kernel after it."""
+    from equipoise.kernels.grouped_launch_triton import (
+        launch_gemm,
+        launch_swiglu_backward,
+        launch_swiglu_rows_backward,
+    )
+
+    if block.fused:
+        launch_swiglu_backward(grad_RD, masters, slots, hidden, grad_hidden, act_RI, tiles, block, descriptors)
+        return
+    block = _block("dgrad", grad_RD, grad_RD.shape[1], act_RI.shape[1], tiles.order_L.shape[0], descriptors)
+    launch_gemm(grad_RD, masters, slots, None, None, act_RI, tiles, False, block, descriptors)
+    launch_swiglu_rows_backward(hidden, act_RI, grad_hidden, tiles.offsets_L1)
+
+
+@_dual_swiglu_backward.register_fake
+def _(grad_RD, masters, slots, hidden, offsets_L1, expert_W, row_W, num_2, order_L, block_rows):
+    return torch.empty_like(hidden), hidden.new_empty(hidden.shape[0], masters.shape[2])
+
+
+def dual_forward(
+    rows_RK: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    tiles: Tiles,
+    bias_MN: torch.Tensor | None = None,
+    bias_SN: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out_RN: each row times its expert's weight [N, K], plus its expert's bias if there are biases."""
+    return _dual_gemm(rows_RK, masters, slots, bias_MN, bias_SN, *_unpack(tiles), transposed=True)
+
+
+def dual_dgrad(grad_RN: torch.Tensor, masters: torch.Tensor, slots: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+    """grad_rows_RK: the rows' gradient of `dual_forward`."""
+    return _dual_gemm(grad_RN, masters, slots, None, None, *_unpack(tiles), transposed=False)
+
+
+def dual_wgrad(
+    grad_RN: torch.Tensor,
+    rows_RK: torch.Tensor,
+    tiles: Tiles,
+    num_masters: int,
+    dtype: torch.dtype | None = None,
+    out_slots: torch.Tensor | None = None,
+    add: bool = False,
+) -> torch.Tensor:
+    """The masters' gradients [M, N, K]; the replicas' go into `out_slots`.
+
+    Args:
+        grad_RN, rows_RK: the outputs' gradient, and the rows that went in.
+        tiles: its `offsets_L1` and `order_L` cover masters and slots.
+        num_masters: M.
+        dtype: of the result: the rows' (default) or FP32.
+        out_slots: FP32 [S, N, K]; None where no replica has rows.
+        add: whether to add to what `out_slots` holds, rather than replace it.
+    """
+    offsets_L1, order_L = tiles.offsets_L1, tiles.order_L
+    if out_slots is None and order_L.shape[0] > num_masters:
+        offsets_L1 = offsets_L1[: num_masters + 1]
+        order_L = offsets_L1.diff().argsort(descending=True, stable=True).int()
+    return _dual_wgrad(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype or rows_RK.dtype, add)
+
+
+def dual_swiglu_forward(
+    rows_RD: torch.Tensor, masters: torch.Tensor, slots: torch.Tensor | None, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) * up [R, I], and gate and up [R, 2 * I] for the backward; weights [., 2 * I, D], gate rows first."""
+    return _dual_swiglu_forward(rows_RD, masters, slots, *_unpack(tiles))
+
+
+def dual_swiglu_backward(
+    grad_RD: torch.Tensor, masters: torch.Tensor, slots: torch.Tensor | None, hidden: torch.Tensor, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of `hidden` [R, 2 * I], and silu(gate) * up [R, I] for the gradient of `down`.
+
+    Args:
+        grad_RD: gradient of the experts' outputs.
+        masters, slots: `down` [., D, I].
+        hidden: gate and up, from `dual_swiglu_forward`.
+        tiles: the forward's.
+    """
+    return _dual_swiglu_backward(grad_RD, masters, slots, hidden, *_unpack(tiles))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RK, weight_ENK, *tables):
+        ctx.block_rows = tables[-1]
+        ctx.save_for_backward(rows_RK, weight_ENK, *tables[:-1])
+        return dual_forward(rows_RK, weight_ENK, None, Tiles(*tables))
+
+    @staticmethod
+    def backward(ctx, grad_RN):
+        rows_RK, weight_ENK, *tables = ctx.saved_tensors
+        tiles = _pack(tables, ctx.block_rows)
+        want_rows, want_weight = ctx.needs_input_grad[:2]
+        grad_RN = grad_RN.contiguous()
+        grad_rows = dual_dgrad(grad_RN, weight_ENK, None, tiles) if want_rows else None
+        grad_weight = dual_wgrad(grad_RN, rows_RK, tiles, weight_ENK.shape[0]) if want_weight else None
+        return grad_rows, grad_weight, *[None] * 6
+
+
+class _GroupedMLP(torch.autograd.Function):
+    """Saves the rows and the first product's results; the activation is made again, the last product never needed."""
+
+    @staticmethod
+    def forward(ctx, rows_RD, gate_up_EID, down_EDI, *tables):
+        tiles = Tiles(*tables)
+        act_RI, hidden = dual_swiglu_forward(rows_RD, gate_up_EID, None, tiles)
+        ctx.block_rows = tiles.block_rows
+        ctx.save_for_backward(rows_RD, gate_up_EID, down_EDI, hidden, *tables[:-1])
+        return dual_forward(act_RI, down_EDI, None, tiles)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        rows_RD, gate_up_EID, down_EDI, hidden, *tables = ctx.saved_tensors
+        tiles = _pack(tables, ctx.block_rows)
+        want_rows, want_gate_up, want_down = ctx.needs_input_grad[:3]
+        grad_RD, E = grad_RD.contiguous(), down_EDI.shape[0]
+        grad_hidden, act_RI = dual_swiglu_backward(grad_RD, down_EDI, None, hidden, tiles)
+        grad_down = dual_wgrad(grad_RD, act_RI, tiles, E) if want_down else None
+        del act_RI
+        grad_gate_up = dual_wgrad(grad_hidden, rows_RD, tiles, E) if want_gate_up else None
+        grad_rows = dual_dgrad(grad_hidden, gate_up_EID, None, tiles) if want_rows else None
+        return grad_rows, grad_gate_up, grad_down, *[None] * 6
+
+
+def _tiles(rows: torch.Tensor, counts_E: torch.Tensor) -> Tiles:
+    return plain_tiles(counts_E, counts_E.shape[0], rows.shape[0], block_rows(rows.device))
+
+
+def triton_grouped_linear(rows_RK: torch.Tensor, weight_ENK: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """The Triton form of `loop_grouped_linear`, with its contract; no host sync."""
+    return _GroupedLinear.apply(rows_RK, weight_ENK.contiguous(), *_unpack(_tiles(rows_RK, counts_E)))
+
+
+def triton_grouped_mlp(
+    rows_RD: torch.Tensor, gate_up_EID: torch.Tensor, down_EDI: torch.Tensor, counts_E: torch.Tensor
+) -> torch.Tensor:
+    """The Triton form of `plain_grouped_mlp`, with its contract; no host sync. Saves rows and gate and up."""
+    tables = _unpack(_tiles(rows_RD, counts_E))
+    return _GroupedMLP.apply(rows_RD, gate_up_EID.contiguous(), down_EDI.contiguous(), *tables)
