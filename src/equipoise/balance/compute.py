@@ -2,8 +2,9 @@
 
 Rows arrive sorted by local physical expert, masters first, so they split in two where the masters' rows end. Forward
 and the rows' gradient read both storages; the weights' gradient goes to autograd for masters, and in FP32 to the
-runtime's buffer for replicas. Three forms: a fused loop for SwiGLU experts on the CPU (the reference of it is
-`plain_grouped_mlp`), a loop per product (the reference), and two launches of `grouped_mm`.
+runtime's buffer for replicas. Four forms: a fused loop for SwiGLU experts on the CPU (the reference of it is
+`plain_grouped_mlp`), a loop per product (the reference), two launches of `grouped_mm`, and the Triton kernels, which
+read both storages in one launch.
 
 Shapes: M masters and R slots, L = M + R local physical experts, `counts` their rows, N x K one expert's weight.
 """
@@ -16,8 +17,17 @@ import torch
 import torch.nn.functional as F
 
 from equipoise.balance.replicas import as_masters
+from equipoise.kernels.grouped_gemm import (
+    dual_dgrad,
+    dual_forward,
+    dual_swiglu_backward,
+    dual_swiglu_forward,
+    dual_wgrad,
+)
 from equipoise.kernels.grouped_linear import choose_grouped_linear, loop_grouped_linear
 from equipoise.kernels.grouped_mlp import loop_mlp_backward, loop_mlp_forward, product_into
+from equipoise.kernels.tiles import Tiles, make_tiles
+from equipoise.kernels.tuning import block_rows
 
 if TYPE_CHECKING:
     from equipoise.balance.step import Attached, Step
@@ -85,6 +95,86 @@ class _FusedMLP(torch.autograd.Function):
         )
         for name, destination in zip(ctx.names, destinations):
             if destination is not None:
+                step.send_gradients(name)
+        return grad_rows, None, None, None, None, None, *grads[0], *grads[1]
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Masters as one tensor [M, N, K]; copies those that are in storages of their own."""
+    masters = as_masters(tensors, 2)
+    return masters if isinstance(masters, torch.Tensor) else torch.stack(list(masters))
+
+
+def _like(gradient_MNK: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Masters' gradients in the form in which the masters were given."""
+    return [gradient_MNK.view(tensors[0].shape)] if len(tensors) == 1 else gradient_MNK.unbind()
+
+
+def _tiles(rows: torch.Tensor, step: "Step", counts: Counts) -> Tiles:
+    counts_L = counts.device if step.replicas else counts.device[: step.num_masters]
+    return make_tiles(counts_L, step.num_masters, rows.shape[0], block_rows(rows.device))
+
+
+class _KernelLinear(torch.autograd.Function):
+    """Rows times both storages' weights by the Triton kernels."""
+
+    @staticmethod
+    def forward(ctx, rows_RK, step, name, counts, *masters):
+        ctx.step, ctx.name, ctx.tiles = step, name, _tiles(rows_RK, step, counts)
+        ctx.save_for_backward(rows_RK, *masters)
+        return dual_forward(rows_RK, _stacked(masters), step.slots(name), ctx.tiles)
+
+    @staticmethod
+    def backward(ctx, grad_RN):
+        rows_RK, *masters = ctx.saved_tensors
+        step, name = ctx.step, ctx.name
+        grad_RN = grad_RN.contiguous()
+        grad_rows = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = dual_dgrad(grad_RN, _stacked(masters), step.slots(name), ctx.tiles)
+        if not any(ctx.needs_input_grad[4:]):
+            return grad_rows, None, None, None, *[None] * len(masters)
+        slots = step.gradient_slots(name)
+        gradient = dual_wgrad(grad_RN, rows_RK, ctx.tiles, step.num_masters, masters[0].dtype, slots)
+        step.send_gradients(name)
+        return grad_rows, None, None, None, *_like(gradient, masters)
+
+
+class _KernelMLP(torch.autograd.Function):
+    """SwiGLU experts from both storages by the Triton kernels. Saves the rows, and gate and up."""
+
+    @staticmethod
+    def forward(ctx, rows_RD, step, gate_up_name, down_name, counts, num_gate_up, *masters):
+        gate_up, down = masters[:num_gate_up], masters[num_gate_up:]
+        ctx.step, ctx.names, ctx.num_gate_up = step, (gate_up_name, down_name), num_gate_up
+        ctx.tiles = _tiles(rows_RD, step, counts)
+        act_RI, hidden_RI = dual_swiglu_forward(rows_RD, _stacked(gate_up), step.slots(gate_up_name), ctx.tiles)
+        ctx.save_for_backward(rows_RD, hidden_RI, *masters)
+        return dual_forward(act_RI, _stacked(down), step.slots(down_name), ctx.tiles)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        rows_RD, hidden_RI, *masters = ctx.saved_tensors
+        step, tiles, (gate_up_name, down_name) = ctx.step, ctx.tiles, ctx.names
+        gate_up, down = masters[: ctx.num_gate_up], masters[ctx.num_gate_up :]
+        want_rows, want_masters = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        want_gate_up, want_down = any(want_masters[: len(gate_up)]), any(want_masters[len(gate_up) :])
+        grad_RD = grad_RD.contiguous()
+        # In the order of the fused loop, which every rank keeps.
+        wanted = want_gate_up, want_down
+        slots = [step.gradient_slots(name) if want else None for name, want in zip(ctx.names, wanted)]
+        gate_up_slots, down_slots = step.slots(gate_up_name), step.slots(down_name)
+        grad_hidden, act_RI = dual_swiglu_backward(grad_RD, _stacked(down), down_slots, hidden_RI, tiles)
+        grads: list[Sequence[torch.Tensor | None]] = [[None] * len(gate_up), [None] * len(down)]
+        if want_down:
+            grads[1] = _like(dual_wgrad(grad_RD, act_RI, tiles, step.num_masters, down[0].dtype, slots[1]), down)
+        del act_RI
+        if want_gate_up:
+            gradient = dual_wgrad(grad_hidden, rows_RD, tiles, step.num_masters, gate_up[0].dtype, slots[0])
+            grads[0] = _like(gradient, gate_up)
+        grad_rows = dual_dgrad(grad_hidden, _stacked(gate_up), gate_up_slots, tiles) if want_rows else None
+        for name, want in zip(ctx.names, wanted):
+            if want:
                 step.send_gradients(name)
         return grad_rows, None, None, None, None, None, *grads[0], *grads[1]
 
@@ -210,6 +300,8 @@ def dual_add_bias(rows_RN: torch.Tensor, counts: Counts, bias: "Attached") -> to
 
 def dual_linear(rows_RK: torch.Tensor, counts: Counts, attached: "Attached", kernel: str = "auto") -> torch.Tensor:
     """rows_RN: each row times the weight [N, K] of its local physical expert. Differentiable in rows and masters."""
+    if choose_grouped_linear(rows_RK.device, rows_RK.dtype, kernel).name == "triton":
+        return _KernelLinear.apply(rows_RK, attached.step, attached.name, counts, *attached.tensors)
     return torch.cat(_product(_split(rows_RK, attached.step, counts), counts, attached, kernel))
 
 
@@ -219,6 +311,10 @@ def dual_mlp(
     """SwiGLU experts, gate rows first in `gate_up` [2 * I, D]; `down` is [D, I]."""
     step = gate_up.step
     choice = choose_grouped_linear(rows_RD.device, rows_RD.dtype, kernel)
+    if choice.name == "triton":
+        return _KernelMLP.apply(
+            rows_RD, step, gate_up.name, down.name, counts, len(gate_up.tensors), *gate_up.tensors, *down.tensors
+        )
     if choice.fn is loop_grouped_linear:
         here = counts.host if step.replicas else counts.host[: step.num_masters]
         return _FusedMLP.apply(
