@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -105,7 +106,7 @@ def study_speed(
                 load_PE = skewed_load(size, imbalance, np.random.default_rng([seed, size.num_experts])).to(device)
                 planner = DevicePlanner()
                 plan = planner(load_PE, 0, chosen)
-                us = launch_us(lambda load=load_PE, make=planner, chosen=chosen: make(load, 0, chosen))
+                us = launch_us(partial(planner, load_PE, 0, chosen))
                 worst = max(worst, us)
                 rows.append(_row("kernel", size, chosen, load_PE, plan.placement, us))
                 _same(plan, load_PE, chosen)
