@@ -15,9 +15,9 @@ from equipoise.exit_codes import exit_codes
         "With --quality: largest over mean rank load on synthetic loads (lognormal, Zipf, one hot rank) at 8 ranks x "
         "32, 8 x 128 and 64 x 256 experts, against a lower bound, an UltraEP-style planner and, on small loads, the "
         "optimum (needs scipy). Writes benchmarks/results/planner.json, or planner-NAME.json for your own.\n\n"
-        "Without: on a GPU the time of one whole plan, with the forms that the kernel replaces, 8 x 32 to 64 x 512; "
-        "writes benchmarks/results/plan-DEVICE.json. Elsewhere, and for your own planner, the processor time of one "
-        "plan.\n\n"
+        "Without: on a GPU the times of one whole plan, with the forms that the kernel replaces, 8 x 32 to 64 x 512, "
+        "and of the reroute; writes benchmarks/results/plan-DEVICE.json. Elsewhere, and for your own planner, the "
+        "processor time of one plan.\n\n"
         "\b\nExamples:\n"
         "  equipoise bench plan --quality --seed 0\n"
         "  equipoise bench plan --quality --planner my_file.py:my_planner"
@@ -81,10 +81,13 @@ def _speed(make_planner, seed: int) -> None:
 def _device_speed(seed: int, out: Path | None) -> None:
     from equipoise.accelerator import get_accelerator
     from equipoise.bench.plan_speed import study_speed
+    from equipoise.bench.reroute_speed import reroute_rows
     from equipoise.bench.results import results_folder, write_results
 
     accelerator = get_accelerator()
     rows, summary = study_speed(accelerator, seed, say=typer.echo)
+    more_rows, more_summary = reroute_rows(accelerator.device())
+    rows, summary = rows + more_rows, summary | more_summary
     name = accelerator.device_name()
     short = next((word.lower() for word in name.split() if any(c.isdigit() for c in word)), "gpu")
     path = write_results(

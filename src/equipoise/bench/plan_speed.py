@@ -18,6 +18,7 @@ from equipoise.balance.planner_host import plan_load
 from equipoise.balance.protocol import PlannerSettings
 from equipoise.balance.quality import Size
 from equipoise.balance.splits import complete_plan
+from equipoise.bench.reroute_speed import graph_us
 from equipoise.errors import ConfigError
 
 SIZES = (
@@ -50,27 +51,6 @@ def skewed_load(size: Size, imbalance: float, rng: np.random.Generator) -> torch
         low, high = (spread, high) if rank_P.max() / rank_P.mean() < imbalance else (low, spread)
     counts_PE = rng.multinomial(size.tokens * size.top_k, weights_E / weights_E.sum(), size=size.num_ranks)
     return torch.from_numpy(counts_PE).int()
-
-
-def launch_us(work: Callable[[], object], launches: int = 50, rounds: int = 20) -> float:
-    """Median microseconds of one call, from graphs of many, so that no launch is waited for."""
-    device: Any = torch.get_device_module("cuda")  # NVIDIA's and AMD's GPUs
-    for _ in range(3):
-        work()
-    device.synchronize()
-    graph = device.CUDAGraph()
-    with device.graph(graph):
-        for _ in range(launches):
-            work()
-    took = []
-    for _ in range(rounds + 3):
-        start, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        device.synchronize()
-        took.append(start.elapsed_time(end) * 1e3 / launches)
-    return median(took[3:])
 
 
 def elapsed_us(work: Callable[[], object], accelerator: Accelerator, rounds: int) -> float:
@@ -106,7 +86,7 @@ def study_speed(
                 load_PE = skewed_load(size, imbalance, np.random.default_rng([seed, size.num_experts])).to(device)
                 planner = DevicePlanner()
                 plan = planner(load_PE, 0, chosen)
-                us = launch_us(partial(planner, load_PE, 0, chosen))
+                us = graph_us(partial(planner, load_PE, 0, chosen))
                 worst = max(worst, us)
                 rows.append(_row("kernel", size, chosen, load_PE, plan.placement, us))
                 _same(plan, load_PE, chosen)

@@ -28,19 +28,20 @@ REROUTE_CASES = {
 
 def graph_us(fn: Callable[[], Any], launches: int = 20, replays: int = 15) -> float:
     """Median microseconds of one call, from replays of a graph of `launches` calls."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    gpu = torch.get_device_module()
+    stream = gpu.Stream()
+    stream.wait_stream(gpu.current_stream())
+    with gpu.stream(stream):
         for _ in range(3):
             fn()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    gpu.current_stream().wait_stream(stream)
+    graph = gpu.CUDAGraph()
+    with gpu.graph(graph):
         for _ in range(launches):
             fn()
     times = []
     for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = gpu.Event(enable_timing=True), gpu.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()

@@ -187,7 +187,7 @@ def _place_kernel(
     is_valid = (expert >= 0) & (expert < E)
     expert = tl.where(is_valid, expert, -1)
     place = tl.zeros([BLOCK], tl.int32)
-    for first in tl.static_range(0, BLOCK, CHUNK):  # slots of this block before each slot, of the same expert
+    for first in range(0, BLOCK, CHUNK):  # slots of this block before each slot, of the same expert
         other = block * BLOCK + first + tl.arange(0, CHUNK)
         other_expert = tl.load(ids_ptr + other, mask=other < num_slots, other=-1).to(tl.int32)
         other_expert = tl.where((other_expert >= 0) & (other_expert < E), other_expert, -1)
