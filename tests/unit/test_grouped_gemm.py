@@ -3,6 +3,8 @@
 Interpreted in FP32 where there is no GPU, compiled in BF16 where there is one.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from equipoise.kernels.grouped_gemm import (
     dual_swiglu_backward,
     dual_swiglu_forward,
     dual_wgrad,
+    run_wgrad,
     triton_grouped_linear,
     triton_grouped_mlp,
 )
@@ -140,6 +143,23 @@ def test_replica_gradients_add_or_replace(add: bool, dtype: torch.dtype, num_row
     assert (masters == 0).all()
     assert (held[0] == (3 if add else 0)).all()
     assert close(held[1], (3 if add else 0) + grad.double().T @ rows.double())
+
+
+@pytest.mark.parametrize("form", ["apart", "grouped_mm"])
+@pytest.mark.parametrize("counts", [[0, 0, 0], [17, 0, 9], [0, 8, 3]], ids=str)
+def test_weight_gradients_in_two_steps(form: str, counts: list[int]) -> None:
+    """Masters and replicas by launches of their own, as the tuning table may say."""
+    N, K, total = 40, 24, sum(counts)
+    rows, grad = poisoned(total, 3, K, 1), poisoned(total, 3, N, 2)
+    tiles, held = make_tiles(counts, 2, total + 3), torch.full((1, N, K), 2.0, device=DEVICE)
+    block = tuning.INTERPRETED if DEVICE.type == "cpu" else tuning.Block()
+    masters = run_wgrad(
+        grad, rows, held, tiles.offsets_L1, tiles.order_L, 2, DTYPE, replace(block, **{form: True}), True, True
+    )
+    for expert, (g, x) in enumerate(zip(grad[:total].double().split(counts), rows[:total].double().split(counts))):
+        assert close(masters[expert] if expert < 2 else held[0], g.T @ x + (2 if expert == 2 else 0))
+        if expert < 2 and counts[expert] == 0:
+            assert (masters[expert] == 0).all()
 
 
 def test_slots_without_gradients_are_left_out() -> None:

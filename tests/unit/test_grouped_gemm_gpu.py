@@ -138,10 +138,10 @@ def test_more_than_two_to_the_31_elements(what: str) -> None:
 def test_slightly_uneven_loads_cost_no_more_than_even_ones() -> None:
     from equipoise.bench.kernel_timing import interleaved_medians
 
-    x, weight = normal(16 * 1024, 2048), normal(16, 1536, 2048)
+    x, weight = normal(16 * 1000, 2048), normal(16, 1536, 2048)
     works = {}
-    for name, counts in (("even", [1024] * 16), ("uneven", [1024 + d * 20 for d in (-1, 1) * 8])):
-        tiles = plain_tiles(torch.tensor(counts, device="cuda"), 16, 16 * 1024, 128)
+    for name, counts in (("even", [1000] * 16), ("uneven", [1000 + d * 20 for d in (-1, 1) * 8])):
+        tiles = plain_tiles(torch.tensor(counts, device="cuda"), 16, 16 * 1000, 128)
         works[name] = lambda tiles=tiles: dual_forward(x, weight, None, tiles)
     ms = interleaved_medians(works)
-    assert ms["uneven"] < 1.1 * ms["even"]  # eight more tiles of 128: a tile is a unit of work
+    assert ms["uneven"] < 1.05 * ms["even"]

@@ -13,15 +13,13 @@ features, I inner features.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from equipoise.kernels.tiles import Tiles, make_tiles
 from equipoise.kernels.tuning import Block, block_rows, choose_block
-
-ALL, SLOTS_ALONE = 0, 2
-"""Whose gradients a launch makes; as the kernel numbers them."""
 
 
 def _unpack(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -119,20 +117,23 @@ def run_wgrad(
     add: bool,
     descriptors: bool,
 ) -> torch.Tensor:
-    """Masters' gradients, by one launch for all or by `grouped_mm` and one for the replicas."""
-    from equipoise.kernels.grouped_launch_triton import launch_wgrad
+    """Masters' gradients, by one launch for all, or by one (or `grouped_mm`) for masters and one for replicas."""
+    from equipoise.kernels.grouped_launch_triton import ALL, MASTERS_ALONE, SLOTS_ALONE, launch_wgrad
 
-    share = ALL
-    if block.grouped_mm and dtype == rows_RK.dtype:
+    tables = offsets_L1, order_L
+    theirs = block.grouped_mm and dtype == rows_RK.dtype
+    if theirs:
         out = F.grouped_mm(grad_RN.t(), rows_RK, offs=offsets_L1[1 : num_masters + 1])
-        # Some versions leave the slice of an empty group unwritten.
-        out.masked_fill_((offsets_L1.diff()[:num_masters] == 0)[:, None, None], 0)
-        if out_slots is None:
-            return out
-        share = SLOTS_ALONE
     else:
         out = rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
-    launch_wgrad(grad_RN, rows_RK, out, out_slots, offsets_L1, order_L, block, add, share, descriptors)
+    apart = block.apart and out_slots is not None
+    if not theirs:
+        share = MASTERS_ALONE if apart else ALL
+        launch_wgrad(grad_RN, rows_RK, out, None if apart else out_slots, *tables, block, add, share, descriptors)
+    if theirs or apart:
+        # Some versions of grouped_mm leave the slice of an empty group unwritten: this launch writes it.
+        block = replace(block, flatten=False)
+        launch_wgrad(grad_RN, rows_RK, out, out_slots, *tables, block, add, SLOTS_ALONE, descriptors)
     return out
 
 

@@ -8,6 +8,7 @@ import logging
 from functools import lru_cache
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from equipoise.kernels.grouped_gemm_triton import dual_gemm_kernel
@@ -109,6 +110,10 @@ def launch_gemm(
     )  # fmt: skip
 
 
+ALL, MASTERS_ALONE, SLOTS_ALONE = 0, 1, 2
+"""Whose gradients a launch makes, as the kernel numbers them."""
+
+
 def launch_wgrad(
     grad_RN: torch.Tensor,
     rows_RK: torch.Tensor,
@@ -121,13 +126,20 @@ def launch_wgrad(
     share: int,
     descriptors: bool,
 ) -> None:
+    """Gradients of masters, and of slots if there are any; SLOTS_ALONE still writes the zeros of idle masters."""
     M, N, K = out_masters.shape
     BM, BN, BT = block.rows, block.columns, block.depth
-    grad, rows, masters = grad_RN, rows_RK, out_masters
-    describe_out = descriptors and out_masters.element_size() == 2 and can_describe(out_masters)
+    grad, rows, masters, slots = grad_RN, rows_RK, out_masters, out_slots
+    num_experts = order_L.shape[0]
+    if share == SLOTS_ALONE:
+        num_experts = 0 if out_slots is None else out_slots.shape[0]
+    elif out_slots is None:
+        share = MASTERS_ALONE
     # Adding in memory is the hardware's; the interpreter has no such thing.
     describe_slots = block.reduce and descriptors and rows_RK.device.type != "cpu" and can_describe(out_slots)
-    slots = out_slots
+    describe_out = (
+        descriptors and share != SLOTS_ALONE and out_masters.element_size() == 2 and can_describe(out_masters)
+    )
     if descriptors:
         grad, rows = ragged(grad_RN, [BT, BM]), ragged(rows_RK, [BT, BN])
     if describe_out:
@@ -135,11 +147,10 @@ def launch_wgrad(
     if describe_slots and out_slots is not None:
         slots = dense(out_slots, [1, BM, BN // 8])
     dual_wgrad_kernel[(block.programs * num_multiprocessors(rows_RK.device),)](
-        grad, rows, masters, slots, offsets_L1, order_L,
-        0 if out_slots is None else out_slots.stride(0), M if out_slots is None else order_L.shape[0],
-        M=M, N=N, K=K, SHARE=share, ADD=add, DESC=descriptors, DESC_OUT=describe_out,
-        DESC_SLOTS=describe_slots, BM=BM, BN=BN, BT=BT,
-        GROUP=block.group, FLATTEN=block.flatten, SPLIT=block.split, SNAKE=block.snake,
+        grad, rows, masters, slots, offsets_L1, order_L, 0 if out_slots is None else out_slots.stride(0),
+        num_experts, M, N=N, K=K, MASTERS=triton.next_power_of_2(M), SHARE=share, ADD=add, DESC=descriptors,
+        DESC_OUT=describe_out, DESC_SLOTS=describe_slots, BM=BM, BN=BN, BT=BT, GROUP=block.group,
+        FLATTEN=block.flatten, SPLIT=block.split, SNAKE=block.snake,
         num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
 

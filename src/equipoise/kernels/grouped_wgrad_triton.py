@@ -26,25 +26,57 @@ def load_group(
 @triton.jit
 def _store_master(
     out, value, expert, row, column, N: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    DESC: tl.constexpr,
+    DESC: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    if DESC:
-        out.store([expert, row, column], value.to(out.dtype).reshape(1, BR, BC))
-    else:
+    if not DESC:
         _store_matrix(out + expert.to(tl.int64) * N * K, value, row, column, N, K, BR, BC, False)
+    elif SPLIT:
+        left, right = halves(value.to(out.dtype), BR, BC)
+        out.store([expert, row, column], left.reshape(1, BR, BC // 2))
+        out.store([expert, row, column + BC // 2], right.reshape(1, BR, BC // 2))
+    else:
+        out.store([expert, row, column], value.to(out.dtype).reshape(1, BR, BC))
 
 
 @triton.jit
-def _add_to_slot(out, value, slot, row, column, BR: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr):
-    """Two halves of [BR, BC], added in memory or stored. A launch adds to an element once: order plays no part."""
-    left, right = halves(value, BR, BC)
-    left, right = left.reshape(1, BR, BC // 2), right.reshape(1, BR, BC // 2)
-    if ADD:
-        out.atomic_add([slot, row, column], left)
-        out.atomic_add([slot, row, column + BC // 2], right)
+def _store_slot(
+    out, value, slot, row, column, stride, N: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    DESC: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Stores or adds [BR, BC], by descriptors in quarters of quarters, which take the least shared memory.
+
+    The memory adds to an element once per launch: the order of additions plays no part.
+    """
+    if DESC:
+        left, right = halves(value, BR, BC)
+        for half in tl.static_range(2):
+            quarters = halves(left if half == 0 else right, BR, BC // 2)
+            for quarter in tl.static_range(2):
+                eighths = halves(quarters[quarter], BR, BC // 4)
+                for eighth in tl.static_range(2):
+                    part = eighths[eighth].reshape(1, BR, BC // 8)
+                    at = column + half * (BC // 2) + quarter * (BC // 4) + eighth * (BC // 8)
+                    if ADD:
+                        out.atomic_add([slot, row, at], part)
+                    else:
+                        out.store([slot, row, at], part)
     else:
-        out.store([slot, row, column], left)
-        out.store([slot, row, column + BC // 2], right)
+        _store_matrix(out + slot.to(tl.int64) * stride, value, row, column, N, K, BR, BC, ADD)
+
+
+@triton.jit
+def _clear_idle_masters(out, offsets, M, SIZE: tl.constexpr, MASTERS: tl.constexpr):
+    """Zeros for masters without rows; each program clears its share of every one of them."""
+    experts = tl.arange(0, MASTERS)
+    first = tl.load(offsets + experts, mask=experts < M, other=0)
+    end = tl.load(offsets + experts + 1, mask=experts < M, other=1)
+    if tl.sum((first == end).to(tl.int32), 0) > 0:
+        for expert in range(M):
+            if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
+                for at in range(tl.program_id(0) * 4096, SIZE, tl.num_programs(0) * 4096):
+                    elements = at + tl.arange(0, 4096)
+                    zeros = tl.zeros((4096,), out.dtype.element_ty)
+                    tl.store(out + tl.cast(expert, tl.int64) * SIZE + elements, zeros, mask=elements < SIZE)
 
 
 @triton.jit
@@ -60,22 +92,25 @@ def _store_matrix(
     tl.store(at, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_ordered", "M"])
+@triton.jit(do_not_specialize=["num_experts", "M"])
 def dual_wgrad_kernel(
-    grad, rows, out_masters, out_slots, offsets, order, slot_stride, num_ordered, M,
-    N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, ADD: tl.constexpr, DESC: tl.constexpr,
+    grad, rows, out_masters, out_slots, offsets, order, slot_stride, num_experts, M,
+    N: tl.constexpr, K: tl.constexpr, MASTERS: tl.constexpr, SHARE: tl.constexpr, ADD: tl.constexpr, DESC: tl.constexpr,
     DESC_OUT: tl.constexpr, DESC_SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr, SPLIT: tl.constexpr, SNAKE: tl.constexpr,
 ):  # fmt: skip
-    """weight gradient [N, K] of each expert = grad_RN.T @ rows_RK over its rows, experts in the order of `order`.
+    """Weight gradient [N, K] of each expert: grad_RN.T @ rows_RK over its rows.
 
-    SHARE: 0 all experts, 1 masters alone, 2 slots alone.
+    SHARE: 0 for all experts in the order of `order`, 1 for the masters among them, 2 for the slots one after the other
+    and the masters without rows, which get their zeros here. `num_experts`: of `order` (SHARE 2: slots).
     """
     ROW_BLOCKS: tl.constexpr = (N + BM - 1) // BM
     COLUMN_BLOCKS: tl.constexpr = (K + BN - 1) // BN
     BLOCKS: tl.constexpr = ROW_BLOCKS * COLUMN_BLOCKS
     programs = tl.num_programs(0)
-    total = num_ordered * BLOCKS
+    if SHARE == 2:
+        _clear_idle_masters(out_masters, offsets, M, N * K, MASTERS)
+    total = num_experts * BLOCKS
     for turn in tl.range(0, tl.cdiv(total, programs), flatten=FLATTEN):
         lane = tl.program_id(0)
         if SNAKE:
@@ -83,14 +118,13 @@ def dual_wgrad_kernel(
         index = turn * programs + lane
         live = index < total
         index = tl.minimum(index, total - 1)
-        expert = tl.load(order + index // BLOCKS)
+        place = index // BLOCKS
+        expert = M + place if SHARE == 2 else tl.load(order + place)
+        if SHARE == 1:
+            live = live & (expert < M)
         m, n = block_of(index % BLOCKS, ROW_BLOCKS, COLUMN_BLOCKS, GROUP)
         first = tl.load(offsets + expert)
         count = tl.load(offsets + expert + 1) - first
-        if SHARE == 1:
-            live = live & (expert < M)
-        if SHARE == 2:
-            live = live & (expert >= M)
         steps = tl.where(live, tl.cdiv(count, BT), 0)
         if FLATTEN:
             steps = tl.maximum(steps, 1)
@@ -101,20 +135,15 @@ def dual_wgrad_kernel(
             b = load_group(rows, first, count, step * BT, n * BN, K, BT, BN, DESC)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
         if live:
-            if expert < M:
-                if SPLIT:
-                    left, right = halves(acc, BM, BN)
-                    _store_master(out_masters, left, expert, m * BM, n * BN, N, K, BM, BN // 2, DESC_OUT)
-                    _store_master(out_masters, right, expert, m * BM, n * BN + BN // 2, N, K, BM, BN // 2, DESC_OUT)
-                else:
-                    _store_master(out_masters, acc, expert, m * BM, n * BN, N, K, BM, BN, DESC_OUT)
-            elif DESC_SLOTS:
-                left, right = halves(acc, BM, BN)
-                for half in tl.static_range(2):
-                    first_half, second_half = halves(left if half == 0 else right, BM, BN // 2)
-                    column = n * BN + half * (BN // 2)
-                    _add_to_slot(out_slots, first_half, expert - M, m * BM, column, BM, BN // 4, ADD)
-                    _add_to_slot(out_slots, second_half, expert - M, m * BM, column + BN // 4, BM, BN // 4, ADD)
+            if SHARE == 1:
+                _store_master(out_masters, acc, expert, m * BM, n * BN, N, K, BM, BN, DESC_OUT, SPLIT)
+            elif SHARE == 2:
+                _store_slot(
+                    out_slots, acc, expert - M, m * BM, n * BN, slot_stride, N, K, BM, BN, DESC_SLOTS, ADD
+                )  # fmt: skip
+            elif expert < M:
+                _store_master(out_masters, acc, expert, m * BM, n * BN, N, K, BM, BN, DESC_OUT, SPLIT)
             else:
-                slot = out_slots + (expert - M).to(tl.int64) * slot_stride
-                _store_matrix(slot, acc, m * BM, n * BN, N, K, BM, BN, ADD)
+                _store_slot(
+                    out_slots, acc, expert - M, m * BM, n * BN, slot_stride, N, K, BM, BN, DESC_SLOTS, ADD
+                )  # fmt: skip

@@ -37,6 +37,7 @@ class Block:
     programs: per multiprocessor; two small ones hide each other's beginnings and ends.
     reduce: replicas' gradients are added by the memory system, not by the program (weight gradients).
     fused: the activation is in the product's epilogue (SwiGLU kernels, whose other fields count only then).
+    apart: replicas' gradients by a launch of their own, so that neither carries the other's epilogue.
     grouped_mm: masters' gradients by `torch.nn.functional.grouped_mm`, and only the replicas' by the kernel.
     """
 
@@ -52,6 +53,7 @@ class Block:
     programs: int = 1
     reduce: bool = False
     fused: bool = False
+    apart: bool = False
     grouped_mm: bool = False
 
 
