@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--sequences", type=int, default=16, help=f"sequences of {LENGTH} tokens in a step")
-    parser.add_argument("--micro", type=int, default=8, help="sequences of a microbatch of ours")
+    parser.add_argument("--micro", type=int, default=16, help="sequences of a microbatch of ours")
     parser.add_argument("--transformers-micro", type=int, default=8, help="sequences of a microbatch of transformers")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each variant")
     parser.add_argument("--kernel", default="auto", help="our expert kernel")
@@ -232,7 +232,7 @@ def main() -> None:
         memory = result["memory_bytes"] / 2**30
         print(f"{variant:26} {rate:9.0f} tokens/s, {memory:.1f} GiB, loss {result['losses'][-1]:.3f}", flush=True)
     rates = {row["variant"]: row["tokens_per_second"] for row in rows}
-    if set(rates) != set(VARIANTS):
+    if "equipoise" not in rates or len(rates) < 2:
         return
     name = torch.get_device_module().get_device_name()
     peak = peak_flops(name, torch.bfloat16)
