@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from equipoise.kernels.tiles import Tiles, plain_tiles
+from equipoise.kernels.tiles import Tiles, make_tiles
 from equipoise.kernels.tuning import Block, block_rows, choose_block
 
 ALL, SLOTS_ALONE = 0, 2
@@ -362,7 +362,7 @@ class _GroupedMLP(torch.autograd.Function):
 
 
 def _tiles(rows: torch.Tensor, counts_E: torch.Tensor) -> Tiles:
-    return plain_tiles(counts_E, counts_E.shape[0], rows.shape[0], block_rows(rows.device))
+    return make_tiles(counts_E, counts_E.shape[0], rows.shape[0], block_rows(rows.device))
 
 
 def triton_grouped_linear(rows_RK: torch.Tensor, weight_ENK: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
