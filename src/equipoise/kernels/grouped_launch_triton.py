@@ -135,8 +135,11 @@ def launch_wgrad(
         num_experts = 0 if out_slots is None else out_slots.shape[0]
     elif out_slots is None:
         share = MASTERS_ALONE
+    if out_slots is None:
+        slots = out_masters  # never written: code for slots is compiled all the same, and needs a pointer
     # Adding in memory is the hardware's; the interpreter has no such thing.
-    describe_slots = block.reduce and descriptors and rows_RK.device.type != "cpu" and can_describe(out_slots)
+    describe_slots = out_slots is not None and block.reduce and descriptors and rows_RK.device.type != "cpu"
+    describe_slots = describe_slots and can_describe(out_slots)
     describe_out = (
         descriptors and share != SLOTS_ALONE and out_masters.element_size() == 2 and can_describe(out_masters)
     )
