@@ -30,7 +30,7 @@ def capture(work: Work) -> Any:
     return graph
 
 
-def interleaved_medians(works: Mapping[Name, Work], rounds: int = 12) -> dict[Name, float]:
+def interleaved_medians(works: Mapping[Name, Work], rounds: int = 10) -> dict[Name, float]:
     """Median milliseconds of each, measured in turns; the cache is overwritten before every run."""
     graphs = {name: capture(work) for name, work in works.items()}
     scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")

@@ -41,20 +41,13 @@ WGRAD = (
     replace(DEEP, group=4),
     replace(DEEP, group=16),
     replace(DEEP, snake=True),
-    replace(DEEP, group=16, snake=True),
-    replace(DEEP, rows=256, columns=128),
     Block(stages=4),
-    Block(stages=4, warps=4),
     replace(WIDE, flatten=True, split=True, reduce=True, snake=True),
     replace(DEEP, flatten=True, apart=True),
     replace(DEEP, flatten=True, apart=True, snake=True, group=4),
     replace(DEEP, flatten=True, apart=True, snake=True, group=16),
-    replace(WIDE, flatten=True, split=True, apart=True),
-    replace(WIDE, flatten=True, apart=True, reduce=True),
-    Block(stages=4, depth=32, warps=4, split=True, reduce=True, programs=2),
     replace(WIDE, grouped_mm=True),
     replace(WIDE, grouped_mm=True, reduce=True),
-    Block(stages=4, grouped_mm=True),
 )
 SWIGLU_FORWARD = (Block(), Block(fused=True), Block(fused=True, flatten=True), Block(fused=True, group=16))
 SWIGLU_BACKWARD = (
@@ -163,4 +156,4 @@ def tune(shapes: Sequence[Shape], say: Say) -> None:
                 others = [e for e in device.get(kernel, []) if (e["N"], e["K"], e["tokens"]) != (N, K, shape.tokens)]
                 device[kernel] = sorted([*others, entry], key=lambda e: (e["N"], e["K"], e["tokens"]))
                 say(f"{shape.name} {shape.masters}+{shape.slots} {kernel} {entry}")
-        write_table(table)  # the second group builds on the blocks of the first
+            write_table(table)  # at once: the second group builds on the blocks of the first
