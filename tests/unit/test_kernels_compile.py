@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU in the forms that the interpreter, which compiles nothing, cannot tell from working ones."""
+"""Kernels compile for a GPU, in the forms that the interpreter, which compiles nothing, takes for working ones."""
 
 import importlib.util
 import os

@@ -34,7 +34,7 @@ def _loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> tuple
     label_T1 = labels_T.clamp(min=0)[:, None]
     loss_T1 = torch.where(valid_T1, lse_T1 - values_TV.gather(1, label_T1), 0.0)
     is_label_TV = torch.arange(values_TV.shape[1], device=labels_T.device) == label_T1
-    gradient_TV = (values_TV - lse_T1).exp() - is_label_TV.to(values_TV.dtype)
+    gradient_TV = values_TV.softmax(-1) - is_label_TV.to(values_TV.dtype)  # not exp(values - lse): that rounds more
     return loss_T1.sum(), torch.where(valid_T1, gradient_TV, 0.0).to(logits_TV.dtype)
 
 
