@@ -30,7 +30,7 @@ import equipoise
 for prefix in sys.argv[2].split(","):
     module = importlib.import_module(prefix)
     for found in pkgutil.walk_packages(getattr(module, "__path__", []), prefix + "."):
-        if not found.name.endswith("__main__"):
+        if not found.name.endswith(("__main__", "_triton")):  # only files named so import Triton
             importlib.import_module(found.name)
 exec(sys.argv[3])
 """
