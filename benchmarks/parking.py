@@ -9,8 +9,6 @@ Run: python benchmarks/parking.py --name parking-cpu --processes 4   (writes ben
 """
 
 import argparse
-import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -45,11 +43,10 @@ LENGTH, LR, MIB = 64, 1e-3, 2**20
 
 def resources(accelerator) -> dict[str, float]:
     """Open files, threads, resident memory and, of an accelerator, memory in use on the device (MiB)."""
-    from equipoise.accelerator.host_memory import resident
+    from equipoise.accelerator.host_memory import give_back_freed, resident
 
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc's free lists, which grow with the threads of each cycle
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    give_back_freed()  # the C library's free lists, which grow with the threads of each cycle
     accelerator.synchronize()
     accelerator.empty_cache()
     memory = accelerator.memory()

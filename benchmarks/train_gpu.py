@@ -72,6 +72,7 @@ def run_equipoise(options: argparse.Namespace) -> dict:
     from equipoise.data import Batch
     from equipoise.distributed.mesh import ParallelConfig, build_meshes, derive_axes
     from equipoise.distributed.world import join_world
+    from equipoise.kernels.grouped_linear import choose_grouped_linear
     from equipoise.models.config import ModelConfig
     from equipoise.models.parallelize import build_parallel_model
     from equipoise.train.optimizer import OptimizerConfig, build_optimizer
@@ -121,7 +122,7 @@ def run_equipoise(options: argparse.Namespace) -> dict:
             "losses": losses,
             "memory_bytes": torch.accelerator.max_memory_allocated(),
             "flops_per_token": flops_per_token(config, LENGTH),
-            "expert_kernel": options.kernel,
+            "expert_kernel": choose_grouped_linear(world.device, torch.bfloat16, options.kernel).name,
         }
 
 

@@ -210,7 +210,7 @@ def test_the_model_itself_is_the_one_without_bit_for_bit() -> None:
 
 
 def test_the_loss_in_chunks_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound on logits is for the main loss and those of the depths together."""
+    """The main loss and those of the depths come one after the other, each in chunks."""
     model = build(num_nextn_predict_layers=2)
     whole = run(model, True)
     monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, "cpu", 61 * 18)

@@ -9,10 +9,12 @@ from equipoise.balance.device_planner import DevicePlanner
 from equipoise.balance.planner_host import plan_load
 from equipoise.balance.quality import Size, synthetic_loads
 from equipoise.kernels.plan import make_plan_workspace, plan, plan_problem
-from equipoise.kernels.triton_support import can_use_triton
+from equipoise.kernels.triton_support import triton_problem
 
 CPU = torch.device("cpu")
-needs_interpreter = pytest.mark.skipif(not can_use_triton(CPU), reason="Triton's interpreter is off or missing")
+needs_interpreter = pytest.mark.skipif(
+    triton_problem("cpu") is not None, reason="Triton's interpreter is off or missing"
+)
 PARTS = ("slot_expert", "quota", "send", "recv")
 
 

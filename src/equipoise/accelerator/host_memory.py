@@ -47,9 +47,9 @@ def available_and_total(root: Path = _ROOT) -> tuple[int, int]:
 def keep_freed() -> bool:
     """Makes this process keep memory that it frees for its next allocations; False where the C library cannot.
 
-    glibc maps large blocks afresh, and the system clears every page of them: 5 % of a training step on a CPU, which
-    allocates the same sizes over and over. Blocks of a gigabyte and more are still mapped. What the environment says
-    about `malloc` (MALLOC_..., GLIBC_TUNABLES) stays as it is. `give_back_freed` undoes the keeping for the moment.
+    glibc maps large blocks afresh, and the system clears every page of them, in every step of a training that allocates
+    the same sizes over and over. Blocks of a gigabyte and more are still mapped. What the environment says about the
+    allocator (MALLOC_..., GLIBC_TUNABLES) stays as it is. `give_back_freed` undoes the keeping for the moment.
     """
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     mallopt = _c_function("mallopt")

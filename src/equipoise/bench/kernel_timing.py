@@ -45,3 +45,21 @@ def interleaved_medians(works: Mapping[Name, Work], rounds: int = 10) -> dict[Na
             marks[name].append((start, end))
     gpu().synchronize()
     return {name: median(start.elapsed_time(end) for start, end in pairs[2:]) for name, pairs in marks.items()}
+
+
+def graph_us(work: Work, launches: int = 20, replays: int = 15) -> float:
+    """Median microseconds of one call, from replays of a graph of many: for work that is shorter than a launch."""
+
+    def many() -> None:
+        for _ in range(launches):
+            work()
+
+    graph, times = capture(many), []
+    for _ in range(replays):
+        start, end = (gpu().Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / launches)
+    return median(times)

@@ -16,7 +16,8 @@ from equipoise.exit_codes import exit_codes
         "Grouped products over masters and replicas against one torch grouped_mm over weights that were concatenated "
         "beforehand, at the shapes of Qwen3-30B-A3B, Qwen3-235B-A22B, DeepSeek-V3 and others, balanced and Zipf loads, "
         "128 to 16 k tokens per expert; SwiGLU experts forward and backward against the unfused form; activations "
-        "saved. Rates also as a share of the dense product's in the same run. Writes kernels-DEVICE.json.\n\n"
+        "saved; permuting, combining and the router. Rates also as a share of the dense product's in the same run. "
+        "Writes kernels-DEVICE.json.\n\n"
         "With --tune: measure tile sizes first and write the best into the table that the kernels read.\n\n"
         "\b\nExamples:\n"
         "  equipoise bench kernels\n"
@@ -34,9 +35,12 @@ def kernels(
     ] = None,
 ) -> None:
     with exit_codes():
+        import torch
+
         from equipoise.bench import expert_kernels
         from equipoise.bench.kernel_timing import gpu
-        from equipoise.bench.results import results_folder, write_results
+        from equipoise.bench.reroute_speed import permute_rows, router_rows
+        from equipoise.bench.results import device_word, results_folder, write_results
         from equipoise.kernels.triton_support import triton_problem
 
         if not gpu().is_available():
@@ -49,14 +53,16 @@ def kernels(
             from equipoise.bench.kernel_tuning import tune as tune_blocks
 
             tune_blocks(shapes, say=typer.echo)
-        device = gpu().get_device_name().split()[-1].lower()
+        name = gpu().get_device_name()
         rows, summary = expert_kernels.study(shapes, say=typer.echo)
+        device = torch.device("cuda")
+        rows += permute_rows(device) + router_rows(device)
         path = write_results(
-            out or results_folder() / f"kernels-{device}{'-quick' if quick else ''}.json",
+            out or results_folder() / f"kernels-{device_word(name)}{'-quick' if quick else ''}.json",
             rows,
             summary,
             ["torch", "triton"],
-            {"accelerator": gpu().get_device_name()},
+            {"accelerator": name},
         )
         for key, value in summary.items():
             typer.echo(f"{key:26} {value:.3f}" if isinstance(value, float) else f"{key:26} {value}")

@@ -82,17 +82,15 @@ def _device_speed(seed: int, out: Path | None) -> None:
     from equipoise.accelerator import get_accelerator
     from equipoise.bench.plan_speed import study_speed
     from equipoise.bench.reroute_speed import reroute_rows
-    from equipoise.bench.results import results_folder, write_results
+    from equipoise.bench.results import device_word, results_folder, write_results
 
     accelerator = get_accelerator()
     rows, summary = study_speed(accelerator, seed, say=typer.echo)
     more_rows, more_summary = reroute_rows(accelerator.device())
     rows, summary = rows + more_rows, summary | more_summary
     name = accelerator.device_name()
-    short = next((word.lower() for word in name.split() if any(c.isdigit() for c in word)), "gpu")
-    path = write_results(
-        out or results_folder() / f"plan-{short}.json", rows, summary, ["torch", "triton"], {"device": name}
-    )
+    path = out or results_folder() / f"plan-{device_word(name)}.json"
+    write_results(path, rows, summary, ["torch", "triton"], {"accelerator": name})
     for key, value in summary.items():
         typer.echo(f"{key:26} {value:.2f}")
     typer.echo(f"written to {path}")

@@ -18,7 +18,7 @@ from equipoise.balance.planner_host import plan_load
 from equipoise.balance.protocol import PlannerSettings
 from equipoise.balance.quality import Size
 from equipoise.balance.splits import complete_plan
-from equipoise.bench.reroute_speed import graph_us
+from equipoise.bench.kernel_timing import graph_us
 from equipoise.errors import ConfigError
 
 SIZES = (

@@ -3,8 +3,6 @@
 Times are medians of replays of CUDA graphs that hold many launches, so that the host's share is not in them.
 """
 
-import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from equipoise.balance.protocol import PlannerSettings
 from equipoise.balance.registry import planner_maker
 from equipoise.balance.reroute import count_load
 from equipoise.balance.splits import complete_plan
+from equipoise.bench.kernel_timing import graph_us
 from equipoise.kernels.permute import combine, make_permutation, permute
 from equipoise.kernels.reroute import reroute_permutation
 from equipoise.kernels.router_weights import router_weights
@@ -24,30 +23,6 @@ REROUTE_CASES = {
     "reroute_us_8k_top4": (8192, 4, 8, 32, 1),
 }
 """Tokens per rank, experts per token, ranks, experts, replica slots per rank."""
-
-
-def graph_us(fn: Callable[[], Any], launches: int = 20, replays: int = 15) -> float:
-    """Median microseconds of one call, from replays of a graph of `launches` calls."""
-    gpu = torch.get_device_module()
-    stream = gpu.Stream()
-    stream.wait_stream(gpu.current_stream())
-    with gpu.stream(stream):
-        for _ in range(3):
-            fn()
-    gpu.current_stream().wait_stream(stream)
-    graph = gpu.CUDAGraph()
-    with gpu.graph(graph):
-        for _ in range(launches):
-            fn()
-    times = []
-    for _ in range(replays):
-        start, end = gpu.Event(enable_timing=True), gpu.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times)
 
 
 def random_ids(T: int, K: int, E: int, generator: torch.Generator) -> torch.Tensor:
@@ -85,19 +60,24 @@ def reroute_rows(device: torch.device) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def _permute_case(device: torch.device, T: int, K: int, D: int, E: int) -> list[dict[str, Any]]:
+    # Backwards by their operators: autograd would run them on the stream of the forward, outside of the capture.
+    from equipoise.kernels.permute_triton import combine_backward, gather_sum
+
     permutation = make_permutation(random_ids(T, K, E, torch.Generator().manual_seed(0)).to(device), E)
-    x = torch.randn(T, D, device=device, dtype=torch.bfloat16).requires_grad_()
-    out = torch.randn(T * K, D, device=device, dtype=torch.bfloat16).requires_grad_()
-    weights = torch.rand(T, K, device=device).requires_grad_()
-    grad_TD, grad_RD, target = torch.randn_like(x), torch.randn_like(out), torch.empty_like(out)
-    copy = 2 * out.nbytes / graph_us(lambda: target.copy_(out.detach()), 5)
-    rows_RD, y_TD = permute(x, permutation), combine(out, weights, permutation)
-    once, twice = x.nbytes + out.nbytes, x.nbytes + 2 * out.nbytes
+    row_TK, valid_TK = permutation.row_TK, permutation.valid_TK
+    x_TD, grad_TD = (torch.randn(T, D, device=device, dtype=torch.bfloat16) for _ in range(2))
+    rows_RD, grad_RD = (torch.randn(T * K, D, device=device, dtype=torch.bfloat16) for _ in range(2))
+    weights_TK, target = torch.rand(T, K, device=device), torch.empty_like(rows_RD)
+    copy = 2 * rows_RD.nbytes / graph_us(lambda: target.copy_(rows_RD), 5)
+    once, twice = x_TD.nbytes + rows_RD.nbytes, x_TD.nbytes + 2 * rows_RD.nbytes
     cases = {
-        "permute": (once, lambda: permute(x.detach(), permutation)),
-        "permute backward": (once, lambda: torch.autograd.grad(rows_RD, x, grad_RD, retain_graph=True)),
-        "combine": (once, lambda: combine(out.detach(), weights.detach(), permutation)),
-        "combine backward": (twice, lambda: torch.autograd.grad(y_TD, (out, weights), grad_TD, retain_graph=True)),
+        "permute": (once, lambda: permute(x_TD, permutation)),
+        "permute backward": (once, lambda: gather_sum(grad_RD, row_TK, valid_TK, None, x_TD.dtype)),
+        "combine": (once, lambda: combine(rows_RD, weights_TK, permutation)),
+        "combine backward": (
+            twice,
+            lambda: combine_backward(grad_TD, rows_RD, row_TK, valid_TK, weights_TK, True),
+        ),
     }
     rows = []
     for what, (moved, fn) in cases.items():
@@ -115,17 +95,18 @@ def permute_rows(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _router_row(device: torch.device, T: int, E: int, K: int) -> dict[str, Any]:
-    logits = torch.randn(T, E, device=device).requires_grad_()
-    scores = logits.detach().softmax(-1)
-    ids, counts = select_experts(scores, None, None, K, 1, 1)
-    weights = router_weights(logits, scores, ids, True, True, 1.0)
-    grad = torch.randn_like(weights)
+    from equipoise.kernels.router_weights import router_weights_backward
+
+    logits_TE = torch.randn(T, E, device=device)
+    scores_TE = logits_TE.softmax(-1)
+    ids_TK, counts_E = select_experts(scores_TE, None, None, K, 1, 1)
+    grad_TK = torch.randn(T, K, device=device)
     cases = {
-        "select_us": lambda: select_experts(scores, None, None, K, 1, 1),
-        "torch_topk_us": lambda: scores.topk(K, -1),
-        "weights_us": lambda: router_weights(logits.detach(), scores, ids, True, True, 1.0),
-        "weights_backward_us": lambda: torch.autograd.grad(weights, logits, grad, retain_graph=True),
-        "tiles_us": lambda: make_tiles(counts, E, T * K, 128),
+        "select_us": lambda: select_experts(scores_TE, None, None, K, 1, 1),
+        "torch_topk_us": lambda: scores_TE.topk(K, -1),
+        "weights_us": lambda: router_weights(logits_TE, scores_TE, ids_TK, True, True, 1.0),
+        "weights_backward_us": lambda: router_weights_backward(grad_TK, logits_TE, ids_TK, True, True, 1.0),
+        "tiles_us": lambda: make_tiles(counts_E, E, T * K, 128),
     }
     row = {"what": "router", "tokens": T, "experts": E, "top_k": K}
     return row | {name: round(graph_us(fn), 2) for name, fn in cases.items()}

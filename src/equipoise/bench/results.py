@@ -21,6 +21,11 @@ def results_folder() -> Path:
     return root / "benchmarks" / "results"
 
 
+def device_word(name: str) -> str:
+    """What a device's results files are called by: the first word of its name with a digit ("NVIDIA H200": h200)."""
+    return next((word.lower() for word in name.split() if any(c.isdigit() for c in word)), "gpu")
+
+
 def _commit() -> str:
     """The commit of the measured tree, marked when the tree had changes; "unknown" outside a source checkout."""
     git = ["git", "-C", str(SOURCE)]

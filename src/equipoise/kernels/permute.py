@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from equipoise.kernels.triton_support import can_use_triton
+from equipoise.kernels.triton_support import use_triton
 
 
 class Permutation(NamedTuple):
@@ -34,13 +34,9 @@ class Permutation(NamedTuple):
         return self.slot_R // self.row_TK.shape[1]
 
 
-def _use_triton(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu" and can_use_triton(tensor.device)
-
-
 def make_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation:
     """Sorts the slots by destination id; ids of -1 go to the end and are counted nowhere. No host sync on GPUs."""
-    if _use_triton(ids_TK):
+    if use_triton(ids_TK.device):
         from equipoise.kernels.reroute_triton import triton_permutation
 
         return triton_permutation(ids_TK, num_destinations)
@@ -127,7 +123,7 @@ class _Combine(torch.autograd.Function):
 
 def permute(x_TD: torch.Tensor, permutation: Permutation, num_rows: int | None = None) -> torch.Tensor:
     """Rows_RD sorted by destination. `num_rows` keeps only the first rows (those with a destination)."""
-    if _use_triton(x_TD):
+    if use_triton(x_TD.device):
         from equipoise.kernels.permute_triton import scatter_rows
 
         rows = permutation.slot_R.shape[0] if num_rows is None else num_rows
@@ -144,7 +140,7 @@ def combine(
 ) -> torch.Tensor:
     """y_TD = sum over k of weights_TK times the slot's row, summed in FP32, as `dtype` (default: the rows')."""
     row_TK, valid_TK = permutation.row_TK, permutation.valid_TK
-    if _use_triton(rows_RD):
+    if use_triton(rows_RD.device):
         from equipoise.kernels.permute_triton import gather_sum
 
         return gather_sum(rows_RD, row_TK, valid_TK, weights_TK, dtype or rows_RD.dtype)
@@ -166,7 +162,7 @@ class _Reorder(torch.autograd.Function):
 
 def reorder(rows_RD: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tensor) -> torch.Tensor:
     """rows_RD[order_R] for a permutation whose inverse is known, so that the backward gathers too."""
-    if _use_triton(rows_RD):
+    if use_triton(rows_RD.device):
         from equipoise.kernels.permute_triton import scatter_rows
 
         return scatter_rows(rows_RD, inverse_R[:, None], None, order_R.shape[0])

@@ -12,7 +12,7 @@ experts.
 import torch
 
 from equipoise.kernels.permute import Permutation, make_permutation
-from equipoise.kernels.triton_support import can_use_triton
+from equipoise.kernels.triton_support import use_triton
 
 
 def plain_reroute(
@@ -52,7 +52,7 @@ def reroute_permutation(
         send_J: int32 [J], how many of this rank's tokens go to each physical expert.
         num_experts, num_ranks, rank: E, P, and this rank in the EP group.
     """
-    if ids_TK.device.type != "cpu" and can_use_triton(ids_TK.device):
+    if use_triton(ids_TK.device):
         from equipoise.kernels.reroute_triton import triton_reroute
 
         return triton_reroute(ids_TK, slot_expert, send_J, num_experts, num_ranks, rank)
@@ -64,6 +64,6 @@ def reroute_ids(
     ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_J: torch.Tensor, num_experts: int, num_ranks: int, rank: int
 ) -> torch.Tensor:
     """The physical ids alone; see `reroute_permutation`."""
-    if ids_TK.device.type != "cpu" and can_use_triton(ids_TK.device):
+    if use_triton(ids_TK.device):
         return reroute_permutation(ids_TK, slot_expert, send_J, num_experts, num_ranks, rank)[0]
     return plain_reroute(ids_TK, slot_expert, send_J, num_experts, num_ranks, rank)

@@ -5,7 +5,7 @@ Shapes: T tokens, E experts, K experts per token.
 
 import torch
 
-from equipoise.kernels.triton_support import can_use_triton
+from equipoise.kernels.triton_support import use_triton
 
 
 def plain_router_weights(
@@ -34,7 +34,7 @@ def _(logits_TE, ids_TK, is_softmax, is_normalised, scale):
 
 
 @torch.library.custom_op("equipoise::router_weights_backward", mutates_args=())
-def _router_weights_backward(
+def router_weights_backward(
     grad_TK: torch.Tensor,
     logits_TE: torch.Tensor,
     ids_TK: torch.Tensor,
@@ -47,7 +47,7 @@ def _router_weights_backward(
     return triton_router_weights_backward(grad_TK, logits_TE, ids_TK, is_softmax, is_normalised, scale)
 
 
-@_router_weights_backward.register_fake
+@router_weights_backward.register_fake
 def _(grad_TK, logits_TE, ids_TK, is_softmax, is_normalised, scale):
     return logits_TE.new_empty(logits_TE.shape)
 
@@ -58,7 +58,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad_TK):
-    return _router_weights_backward(grad_TK, *ctx.saved_tensors, *ctx.options), None, None, None, None
+    return router_weights_backward(grad_TK, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 fused_router_weights.register_autograd(_backward, setup_context=_setup)
@@ -80,6 +80,6 @@ def router_weights(
         ids_TK: the selected experts; the weights of a slot of -1 are those of expert 0, for nobody to read.
         is_softmax: which of the two the scores are.
     """
-    if logits_TE.device.type != "cpu" and can_use_triton(logits_TE.device):
+    if use_triton(logits_TE.device):
         return fused_router_weights(logits_TE, ids_TK, is_softmax, is_normalised, scale)
     return plain_router_weights(scores_TE, ids_TK, is_normalised, scale)

@@ -5,7 +5,7 @@ Shapes: T tokens, E experts, K experts per token, G groups.
 
 import torch
 
-from equipoise.kernels.triton_support import can_use_triton
+from equipoise.kernels.triton_support import use_triton
 
 NO_EXPERT = -1
 """Logical id of a slot that selects nothing (a padding token): it is dispatched nowhere and adds exactly 0."""
@@ -58,7 +58,7 @@ def select_experts(
     Returns:
         ids_TK int32 (`NO_EXPERT` for invalid rows) and counts_E int32, the number of tokens of each expert.
     """
-    if num_groups == 1 and scores_TE.device.type != "cpu" and can_use_triton(scores_TE.device):
+    if num_groups == 1 and use_triton(scores_TE.device):
         from equipoise.kernels.select_experts_triton import triton_select
 
         return triton_select(scores_TE, bias_E, valid_T, k)

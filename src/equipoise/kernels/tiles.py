@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from equipoise.kernels.triton_support import can_use_triton
+from equipoise.kernels.triton_support import use_triton
 
 
 class Tiles(NamedTuple):
@@ -62,7 +62,7 @@ def plain_tiles(counts_L: torch.Tensor, num_masters: int, num_rows: int, block_r
 
 def make_tiles(counts_L: torch.Tensor, num_masters: int, num_rows: int, block_rows: int) -> Tiles:
     """Tables with the form that fits the device: one Triton launch on accelerators. See `plain_tiles`."""
-    if counts_L.device.type != "cpu" and counts_L.numel() and can_use_triton(counts_L.device):
+    if counts_L.numel() and use_triton(counts_L.device):
         from equipoise.kernels.tiles_triton import triton_tiles
 
         return triton_tiles(counts_L, num_masters, num_rows, block_rows)

@@ -10,9 +10,8 @@ import triton.language as tl
 from equipoise.kernels.tiles import Tiles, max_tiles
 
 
-@triton.jit
-def write_tiles(
-    part,
+@triton.jit(do_not_specialize=["W"])
+def _tiles_kernel(
     counts_ptr,
     offsets_ptr,
     expert_ptr,
@@ -26,7 +25,8 @@ def write_tiles(
     BLOCK_L: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Part `part` of the tables: BLOCK_W tiles and, of the order, 32 experts. Part 0 also writes offsets and sums."""
+    """A program writes BLOCK_W tiles and, of the order, 32 experts. The first also writes offsets and sums."""
+    part = tl.program_id(0)
     local = tl.arange(0, BLOCK_L)
     counts = tl.load(counts_ptr + local, mask=local < L, other=0).to(tl.int32)
     tiles = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -53,38 +53,6 @@ def write_tiles(
     )
     place = tl.sum((is_before & (local < L)[None, :]).to(tl.int32), 1)
     tl.store(order_ptr + place, mine, mask=mine < L)
-
-
-@triton.jit(do_not_specialize=["W"])
-def _tiles_kernel(
-    counts_ptr,
-    offsets_ptr,
-    expert_ptr,
-    row_ptr,
-    num_ptr,
-    order_ptr,
-    W,
-    L: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    write_tiles(
-        tl.program_id(0),
-        counts_ptr,
-        offsets_ptr,
-        expert_ptr,
-        row_ptr,
-        num_ptr,
-        order_ptr,
-        W,
-        L,
-        NUM_MASTERS,
-        BLOCK_ROWS,
-        BLOCK_L,
-        BLOCK_W,
-    )
 
 
 def _empty_tables(counts_L: torch.Tensor, W: int) -> tuple[torch.Tensor, ...]:

@@ -31,10 +31,13 @@ def triton_problem(device_type: str) -> str | None:
         target = triton.runtime.driver.active.get_current_target()
     except Exception as error:  # drivers raise what they like when there is none
         return f"Triton {triton.__version__} finds no device: {str(error).splitlines()[0]}"
-    known = {"cuda": ("cuda",), "hip": ("cuda",)}.get(target.backend, (target.backend,))
-    return None if device_type in known else f"Triton's device is {target.backend}, the tensors' is {device_type}"
+    expected = "cuda" if target.backend == "hip" else target.backend
+    return None if device_type == expected else f"Triton's device is {target.backend}, the tensors' is {device_type}"
 
 
-def can_use_triton(device: torch.device) -> bool:
-    """Whether Triton kernels run on this device."""
-    return triton_problem(device.type) is None
+def use_triton(device: torch.device) -> bool:
+    """Whether functions that choose by device take their Triton form: on accelerators where it runs.
+
+    Never on a CPU, where only tests ask for it, by name.
+    """
+    return device.type != "cpu" and triton_problem(device.type) is None

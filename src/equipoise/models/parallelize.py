@@ -5,8 +5,8 @@ outer unit and owns only its experts (over `efsdp`). So the experts are gathered
 gradients are reduced after attention's backward, where gradients of expert replicas can still join them.
 
 A unit over one rank that computes in FP32 has nothing to gather, cast or reduce. FSDP would copy its weights and
-gradients for nothing (10 % of a step on a CPU), so there is none: on a world of one rank parameters are plain, on
-others experts are DTensors over `ep`, as they are under FSDP.
+gradients for nothing, so there is none: on a world of one rank parameters are plain, on others experts are DTensors
+over `ep`, as they are under FSDP.
 
 Scale: the trainer divides the loss by the number of valid tokens over all ranks, so every reduction is a plain sum.
 """
