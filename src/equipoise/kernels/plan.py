@@ -4,12 +4,17 @@ The result is that of `balance/planner.py: plan_loads` and then `balance/splits.
 are its references. Rules and targets come from the caller (`balance/rules.py`): nothing is decided here.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from equipoise.kernels.triton_support import triton_problem
 
 MAX_RANKS, MAX_EXPERTS, MAX_PAIRS = 256, 1024, 2**14
 """What one warp holds in registers: ranks, experts, and (locals of a rank) x (slots of all ranks), in powers of 2."""
+
+MAX_OWN_SUMS = 1024
+"""Largest load matrix that every candidate adds up by itself."""
 
 
 def _padded(count: int) -> int:
@@ -43,7 +48,7 @@ def make_plan_workspace(
 @torch.library.custom_op("equipoise::plan", mutates_args=("workspace",))
 def plan(
     load_PE: torch.Tensor,
-    rules_V4: torch.Tensor,
+    rules: Sequence[int],
     steps_K: torch.Tensor,
     workspace: torch.Tensor,
     rank: int,
@@ -58,8 +63,8 @@ def plan(
     Args:
         load_PE: int32, contiguous; tokens of each source rank for each expert, none negative, at most 2**31 - 1 in all
             (not checked: that would be a host sync).
-        rules_V4: int32 [V, 4], V <= 8: the giver's sign; whether the receiver is the closest fit for what is to move;
-            else the room that is enough (-1: `min_tokens`); fill. See `Variant` of balance/rules.py.
+        rules: four numbers for each of up to 8 variants: the giver's sign; whether the receiver is the closest fit for
+            what is to move; else the room that is enough (-1: `min_tokens`); fill. See `Variant` of balance/rules.py.
         steps_K: int32 [K], K <= 254: rises of the targets after the tolerated load, in 2**-20.
         workspace: from `make_plan_workspace` for (K + 1) * V candidates.
         rank: whose sends and receives.
@@ -74,14 +79,16 @@ def plan(
     R, M = num_slots, E // P
     assert load_PE.dtype == torch.int32, load_PE.dtype
     assert load_PE.is_contiguous()
-    num_targets, num_variants = steps_K.numel() + 1, rules_V4.shape[0]
+    num_targets, num_variants = steps_K.numel() + 1, len(rules) // 4
     assert workspace.numel() >= 64 + E + num_targets * num_variants * P * R, "the workspace is another problem's"
     out = _outputs(load_PE, num_slots)
     rank_pad = max(_padded(P), 32)  # below a warp's 32 lanes, reductions are slower
-    grid = (-(-E // COLUMNS.value) + num_targets * num_variants + P,)
+    masters_pad = max(_padded(M), 2)  # with an axis of one element, Triton 3.6 compiles wrong code
+    own_sums = P * E <= MAX_OWN_SUMS
+    summers = 0 if own_sums else -(-E // COLUMNS.value)
+    grid = (summers + num_targets * num_variants + 2 * P,)
     plan_kernel[grid](
         load_PE,
-        rules_V4,
         steps_K,
         workspace,
         *out,
@@ -94,15 +101,16 @@ def plan(
         E=E,
         R=R,
         DOMAIN=domain_size or P,
-        NUM_VARIANTS=num_variants,
+        RULES=tuple(rules),
+        OWN_SUMS=own_sums,
         HAS_COPY_TIME=copy_tokens > 0,
         P_PAD=rank_pad,
-        M_PAD=_padded(M),
+        M_PAD=masters_pad,
         L_PAD=_padded(M + R),
         S_PAD=_padded(P * R),
         RANK_BITS=rank_pad.bit_length() - 1,
         SLOT_BITS=R.bit_length() if R > 1 else 0,
-        MASTER_BITS=_padded(M).bit_length() - 1,
+        MASTER_BITS=masters_pad.bit_length() - 1,
         num_warps=1,
     )
     return out
@@ -120,5 +128,5 @@ def _outputs(load_PE: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch
 
 
 @plan.register_fake
-def _(load_PE, rules_V4, steps_K, workspace, rank, num_slots, *settings):
+def _(load_PE, rules, steps_K, workspace, rank, num_slots, *settings):
     return _outputs(load_PE, num_slots)

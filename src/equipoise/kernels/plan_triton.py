@@ -3,9 +3,10 @@
 Programs of one warp in three roles, in order of program id, so that each waits for lower ids only: they are dispatched
 first and wait for nobody higher, hence no deadlock (and Triton's interpreter, which runs one after another, works).
 
-    summers     columns of the load matrix to load_E, 16 each
+    summers     columns of the load matrix to load_E, 16 each; none where the matrix is so small that (OWN_SUMS) every
+                candidate adds up for itself sooner than it would hear from others
     candidates  one (target, rule) each: makes its moves in registers, logs them, offers its key to the best
-    finishers   one per rank: read the winner's log and write that rank's quotas, sends and receives
+    finishers   two per rank: read the winner's log and write that rank's quotas and sends, or its receives
 
 Ranks lie along the lanes and all experts of a rank in one lane, so a choice is a reduction of int32 values over one
 warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index share one
@@ -30,6 +31,17 @@ COLUMNS = tl.constexpr(16)
 BEST, SUMMED, ARRIVED, FINISHED, LOAD = (tl.constexpr(16 * k) for k in range(5))
 """Where the workspace (int64) holds what: the best offer and three counters, each on its own cache line, then load_E
 (int32), then the logs (int64 [candidates, S])."""
+
+
+@triton.jit
+def _await(counter_ptr, enough):
+    """Returns once the counter is `enough`, with all that was written before the others raised it.
+
+    Plain reads do not queue up behind each other in the cache as atomic ones do, nor hold up those who count.
+    """
+    while tl.load(counter_ptr, volatile=True) < enough:
+        pass
+    tl.atomic_add(counter_ptr, 0, sem="acquire")
 
 
 @triton.jit
@@ -96,14 +108,14 @@ def _run_candidate(
     tolerated,
     ceiling,
     number,
-    variant,
     step,
-    sign,
-    is_fit,
-    threshold,
-    fill,
     min_tokens,
     copy_tokens,
+    VARIANT: tl.constexpr,
+    SIGN: tl.constexpr,
+    IS_FIT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    FILL: tl.constexpr,
     P: tl.constexpr,
     M: tl.constexpr,
     R: tl.constexpr,
@@ -134,8 +146,7 @@ def _run_candidate(
         sent_1P = tl.zeros_like(rank_1P)
         code_1P = LAST_RANK - rank_1P
         master_M1 = tl.arange(0, home_MP.shape[0])[:, None]
-        is_paired_rule = fill < 0
-        fill = tl.where(is_paired_rule, R, fill)
+        threshold = min_tokens if THRESHOLD < 0 else THRESHOLD
         copies = 0
         busiest = 0
         excess = 0
@@ -143,28 +154,37 @@ def _run_candidate(
         giver = 0
         receiver = 0
         slots_left = 0
-        pair = sign > 2  # no
-        live = sign < 2  # yes
+        pair = number < 0  # no
+        live = number > 0  # yes
         while live:
             offer = tl.load(best_ptr, volatile=True)  # on its way while the next move is made
-            worst, code = _largest(tl.where(room_1P < 0, -room_1P * sign, -CAP - 1), code_1P, RANK_BITS, IS_WIDE)
+            worst, code = _largest(tl.where(room_1P < 0, -room_1P * SIGN, -CAP - 1), code_1P, RANK_BITS, IS_WIDE)
             live = live & (worst != -CAP - 1)
-            giver = tl.where(pair, giver, LAST_RANK - code)
-            excess = tl.where(pair, excess, worst * sign)
+            if FILL < 0:  # a pair of ranks is kept until its receiver is full
+                giver = tl.where(pair, giver, LAST_RANK - code)
+                excess = tl.where(pair, excess, worst * SIGN)
+            else:
+                giver = LAST_RANK - code
+                excess = worst * SIGN
             size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
             want = tl.maximum(excess, min_tokens)
 
             open_1P = tl.where(free_1P > 0, tl.maximum(room_1P, 0), 0)
             if DOMAIN < P:
                 open_1P = tl.where(rank_1P // DOMAIN == giver // DOMAIN, open_1P, 0)
-            enough = tl.where(is_fit, tl.minimum(want, tl.max(size_M1)), threshold)
+            enough = tl.minimum(want, tl.max(size_M1)) if IS_FIT else threshold
             slots_code_1P = (code_1P << SLOT_BITS) + (free_1P if SLOT_BITS > 0 else 0)
             next_space, code = _closest(open_1P, enough, slots_code_1P, CAP, RANK_BITS + SLOT_BITS, IS_WIDE)
-            receiver = tl.where(pair, receiver, LAST_RANK - (code >> SLOT_BITS))
-            space = tl.where(pair, space, next_space)
-            slots = tl.where(pair, slots_left, code & ((1 << SLOT_BITS) - 1)) if SLOT_BITS > 0 else 1
-
-            move = tl.where(slots <= fill, space, tl.minimum(want, space))
+            slots = code & ((1 << SLOT_BITS) - 1) if SLOT_BITS > 0 else 1
+            if FILL < 0:
+                receiver = tl.where(pair, receiver, LAST_RANK - (code >> SLOT_BITS))
+                space = tl.where(pair, space, next_space)
+                slots = tl.where(pair, slots_left, slots) if SLOT_BITS > 0 else 1
+                move = space
+            else:
+                receiver = LAST_RANK - (code >> SLOT_BITS)
+                space = next_space
+                move = tl.where(slots <= FILL, space, tl.minimum(want, space))
             size, code = _closest(size_M1, move, LAST_MASTER - master_M1, CAP, MASTER_BITS, IS_WIDE)
             master = LAST_MASTER - code
             move = tl.minimum(move, size)
@@ -183,15 +203,16 @@ def _run_candidate(
                 sent_1P += (is_giver_1P & live).to(tl.int32)
                 now = tl.maximum(tl.sum(tl.where(is_giver_1P, sent_1P, 0)), R - slots + 1)
                 busiest = tl.where(live, tl.maximum(busiest, now), busiest)
-            excess -= move
-            space -= move
-            slots_left = slots - 1
-            pair = is_paired_rule & live & (space >= min_tokens) & (slots > 1)
-            bound = _key(target64 + busiest * copy_tokens, number, copies, variant)
+            if FILL < 0:
+                excess -= move
+                space -= move
+                slots_left = slots - 1
+                pair = live & (space >= min_tokens) & (slots > 1)
+            bound = _key(target64 + busiest * copy_tokens, number, copies, VARIANT)
             live = live & (bound < (offer ^ KEY_MAX))
         if copies > 0:
             top = (target - tl.min(tl.where(is_rank_1P, room_1P, INT_MAX))).to(tl.int64)
-            key = _key(tl.maximum(top, target64) + busiest * copy_tokens, number, copies, variant)
+            key = _key(tl.maximum(top, target64) + busiest * copy_tokens, number, copies, VARIANT)
             tl.atomic_max(best_ptr, key ^ KEY_MAX, sem="relaxed")
 
 
@@ -243,7 +264,6 @@ def _sent(source, owner, instances, moves, load_ptr, P: tl.constexpr, E: tl.cons
 @triton.jit(do_not_specialize=["rank", "tolerance_ppm", "min_tokens", "copy_tokens", "num_targets"])
 def plan_kernel(
     load_ptr,  # int32 [P, E]
-    rules_ptr,  # int32 [V, 4]: giver's sign, whether the receiver fits, its threshold, fill
     steps_ptr,  # int32 [K]
     workspace_ptr,  # int64
     slot_expert_ptr,
@@ -259,7 +279,8 @@ def plan_kernel(
     E: tl.constexpr,
     R: tl.constexpr,
     DOMAIN: tl.constexpr,
-    NUM_VARIANTS: tl.constexpr,
+    RULES: tl.constexpr,  # of each variant: giver's sign, whether the receiver fits, its threshold, fill
+    OWN_SUMS: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
     P_PAD: tl.constexpr,
     M_PAD: tl.constexpr,
@@ -271,7 +292,8 @@ def plan_kernel(
 ):
     M: tl.constexpr = E // P
     S: tl.constexpr = P * R
-    SUMMERS: tl.constexpr = (E + COLUMNS - 1) // COLUMNS
+    NUM_VARIANTS: tl.constexpr = len(RULES) // 4
+    SUMMERS: tl.constexpr = 0 if OWN_SUMS else (E + COLUMNS - 1) // COLUMNS
     num_candidates = num_targets * NUM_VARIANTS
     load_E_ptr = (workspace_ptr + LOAD).to(tl.pointer_type(tl.int32))
     logs_ptr = workspace_ptr + LOAD + E
@@ -291,17 +313,20 @@ def plan_kernel(
         index = pid - SUMMERS
         number = index // NUM_VARIANTS + 1
         variant = index % NUM_VARIANTS
-        sign = tl.load(rules_ptr + variant * 4)
-        is_fit = tl.load(rules_ptr + variant * 4 + 1) > 0
-        threshold = tl.load(rules_ptr + variant * 4 + 2)
-        threshold = tl.where(threshold < 0, min_tokens, threshold)
-        fill = tl.load(rules_ptr + variant * 4 + 3)
         step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
-        while tl.atomic_add(workspace_ptr + SUMMED, 0, sem="acquire") < SUMMERS:
-            pass
         rank_1P = tl.arange(0, P_PAD)[None, :]
         master_M1 = tl.arange(0, M_PAD)[:, None]
-        home_MP = tl.load(load_E_ptr + rank_1P * M + master_M1, mask=(rank_1P < P) & (master_M1 < M), other=0)
+        expert_MP = rank_1P * M + master_M1
+        is_expert_MP = (rank_1P < P) & (master_M1 < M)
+        if OWN_SUMS:
+            home_MP = tl.zeros([M_PAD, P_PAD], tl.int32)
+            for source in tl.static_range(P):
+                home_MP += tl.load(load_ptr + source * E + expert_MP, mask=is_expert_MP, other=0)
+            if index == 0:
+                tl.store(load_E_ptr + expert_MP, home_MP, mask=is_expert_MP)
+        else:
+            _await(workspace_ptr + SUMMED, SUMMERS)
+            home_MP = tl.load(load_E_ptr + expert_MP, mask=is_expert_MP, other=0)
         load_1P = tl.sum(home_MP, 0, keep_dims=True)
         total = tl.full([], 0, tl.int32)
         for first in tl.static_range(0, P, DOMAIN):
@@ -318,25 +343,32 @@ def plan_kernel(
             tolerated = tolerated64.to(tl.int32)
             log_ptr = logs_ptr + index.to(tl.int64) * S
             CAP: tl.constexpr = (1 << (30 - max(RANK_BITS + SLOT_BITS, MASTER_BITS))) - 1
-            if top < CAP:
-                _run_candidate(
-                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
-                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
-                )  # fmt: skip
-            else:
-                _run_candidate(
-                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
-                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
-                )  # fmt: skip
+            for v in tl.static_range(NUM_VARIANTS):
+                if variant == v:
+                    if top < CAP:
+                        _run_candidate(
+                            best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, step, min_tokens,
+                            copy_tokens, v, RULES[4 * v], RULES[4 * v + 1], RULES[4 * v + 2], RULES[4 * v + 3],
+                            P, M, R, DOMAIN, HAS_COPY_TIME, RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
+                        )  # fmt: skip
+                    else:
+                        _run_candidate(
+                            best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, step, min_tokens,
+                            copy_tokens, v, RULES[4 * v], RULES[4 * v + 1], RULES[4 * v + 2], RULES[4 * v + 3],
+                            P, M, R, DOMAIN, HAS_COPY_TIME, RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
+                        )  # fmt: skip
         tl.debug_barrier()
         tl.atomic_add(workspace_ptr + ARRIVED, 1, sem="release")
     else:
-        this = pid - SUMMERS - num_candidates
-        while tl.atomic_add(workspace_ptr + ARRIVED, 0, sem="acquire") < num_candidates:
-            pass
+        finisher = pid - SUMMERS - num_candidates
+        this = finisher // 2
+        _await(workspace_ptr + ARRIVED, num_candidates)
         key = tl.load(workspace_ptr + BEST) ^ KEY_MAX
+        # The one who knows that all have read what the next launch must find at 0 resets it. The key is never
+        # negative; that the count depends on it keeps the order.
+        if tl.atomic_add(workspace_ptr + FINISHED, 1, mask=key >= 0, sem="relaxed") == 2 * P - 1:
+            for cell in tl.static_range(4):
+                tl.store(workspace_ptr + cell * 16, tl.zeros([], tl.int64))
         variant = (key & VARIANT_MASK).to(tl.int32)
         copies = ((key >> VARIANT_BITS) & COPIES_MASK).to(tl.int32)
         number = ((key >> (VARIANT_BITS + COPIES_BITS)) & NUMBER_MASK).to(tl.int32)
@@ -356,15 +388,12 @@ def plan_kernel(
         owns = (expert_S, slot_rank_S, own_S)
         local_L = tl.arange(0, L_PAD)
         is_local_L = local_L < M + R
-        there = _instances(this, local_L, moves, load_ptr, load_E_ptr, P, E, R)
         at_L = this * (M + R) + local_L
-        tl.store(slot_expert_ptr + this * R + local_L - M, there[0], mask=(local_L >= M) & is_local_L)
-        tl.store(quota_ptr + at_L, there[1], mask=is_local_L)
-        tl.store(send_ptr + at_L, _sent(rank, this, there, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
-        here = _instances(rank, local_L, moves, load_ptr, load_E_ptr, P, E, R)
-        tl.store(recv_ptr + at_L, _sent(this, rank, here, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
-
-        tl.debug_barrier()
-        if tl.atomic_add(workspace_ptr + FINISHED, 1, sem="acq_rel") == P - 1:  # everybody has read what is reset
-            for cell in tl.static_range(4):
-                tl.store(workspace_ptr + cell * 16, tl.zeros([], tl.int64))
+        if finisher % 2 == 0:
+            there = _instances(this, local_L, moves, load_ptr, load_E_ptr, P, E, R)
+            tl.store(slot_expert_ptr + this * R + local_L - M, there[0], mask=(local_L >= M) & is_local_L)
+            tl.store(quota_ptr + at_L, there[1], mask=is_local_L)
+            tl.store(send_ptr + at_L, _sent(rank, this, there, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
+        else:
+            here = _instances(rank, local_L, moves, load_ptr, load_E_ptr, P, E, R)
+            tl.store(recv_ptr + at_L, _sent(this, rank, here, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
