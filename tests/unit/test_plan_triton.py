@@ -86,10 +86,10 @@ def test_interpreted_kernel_gives_the_reference_plan(case: str, few_targets) -> 
 @needs_interpreter
 def test_workspace_is_left_as_it_was_found(few_targets) -> None:
     load_PE, chosen = skewed(3, 6, 13), PlannerSettings(1, 0.0)
-    rules, steps_K = device_planner.rule_tables(CPU)
-    workspace = make_plan_workspace(3, 6, 1, (len(steps_K) + 1) * len(rules) // 4, CPU)
+    rules_V4, steps_K = device_planner.rule_tables(CPU)
+    workspace = make_plan_workspace(3, 6, 1, (len(steps_K) + 1) * len(rules_V4), CPU)
     for _ in range(2):
-        parts = plan(load_PE, rules, steps_K, workspace, 1, 1, chosen.tolerance_ppm, 1, 0, 0)
+        parts = plan(load_PE, rules_V4, steps_K, workspace, 1, 1, chosen.tolerance_ppm, 1, 0, 0)
         for name, part in zip(PARTS, parts):
             assert torch.equal(part, getattr(reference(load_PE, 1, chosen), name))
         assert not workspace[:64].any()
@@ -100,7 +100,7 @@ def test_operator_is_traced_without_running() -> None:
 
     with FakeTensorMode():
         load_PE = torch.empty(4, 8, dtype=torch.int32)
-        tables = [0] * 24, torch.empty(128, dtype=torch.int32)
+        tables = torch.empty(6, 4, dtype=torch.int32), torch.empty(128, dtype=torch.int32)
         parts = plan(load_PE, *tables, torch.empty(10**5, dtype=torch.int64), 0, 2, 0, 1, 0, 0)
     assert [tuple(part.shape) for part in parts] == [(8,), (16,), (16,), (4, 4)]
     assert {part.dtype for part in parts} == {torch.int32}
@@ -118,7 +118,7 @@ def test_sizes_beyond_the_kernel_are_planned_by_tensors(monkeypatch) -> None:
     monkeypatch.setattr("equipoise.kernels.plan.triton_problem", lambda device_type: None)
     assert plan_problem("cuda", 64, 512, 2) is None
     assert "256 ranks" in str(plan_problem("cuda", 512, 512, 1))
-    assert "pairs" in str(plan_problem("cuda", 256, 256, 64))
+    assert "4096 slots" in str(plan_problem("cuda", 256, 256, 64))
     monkeypatch.setattr(device_planner, "plan_problem", lambda *sizes: "a reason")
     load_PE, chosen = skewed(3, 6, 15), PlannerSettings(1, 0.0)
     assert differing(DevicePlanner()(load_PE, 1, chosen), reference(load_PE, 1, chosen)) == []

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class KernelTensors(NamedTuple):
     """What `kernels/plan.py` needs beside the load: rules, targets' steps, scratch memory."""
 
-    rules: list[int]
+    rules_V4: torch.Tensor
     steps_K: torch.Tensor
     workspace: torch.Tensor
 
@@ -65,17 +65,20 @@ def _prepare(num_ranks: int, num_experts: int, num_slots: int, device: torch.dev
     if problem is not None:
         _say_once(device.type, problem)
         return None
-    rules, steps_K = rule_tables(device)
-    num_candidates = (len(steps_K) + 1) * len(VARIANTS)
+    rules_V4, steps_K = rule_tables(device)
+    num_candidates = (len(steps_K) + 1) * len(rules_V4)
     workspace = make_plan_workspace(num_ranks, num_experts, num_slots, num_candidates, device)
-    return KernelTensors(rules, steps_K, workspace)
+    return KernelTensors(rules_V4, steps_K, workspace)
 
 
-def rule_tables(device: torch.device) -> tuple[list[int], torch.Tensor]:
-    """The rules and the targets' steps (int32 [K]) as `kernels/plan.py` takes them."""
+def rule_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rules (int32 [V, 4]) and the targets' steps (int32 [K]) as `kernels/plan.py` takes them."""
     threshold = {"fit": 0, "large": INT32_MAX, "small": -1}
-    rules = [n for v in VARIANTS for n in (v.giver, int(v.receiver == "fit"), threshold[v.receiver], v.fill)]
-    return rules, torch.tensor(TARGET_STEPS, dtype=torch.int32, device=device)
+    rules = [(v.giver, v.receiver == "fit", threshold[v.receiver], v.fill) for v in VARIANTS]
+    return (
+        torch.tensor(rules, dtype=torch.int32, device=device),
+        torch.tensor(TARGET_STEPS, dtype=torch.int32, device=device),
+    )
 
 
 @lru_cache

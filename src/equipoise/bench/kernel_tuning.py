@@ -41,12 +41,15 @@ SHALLOW = replace(PAIR, depth=32, stages=4)
 WGRAD = (
     replace(DEEP, group=16, snake=True),
     PAIR,
-    replace(PAIR, stages=2),
     SHALLOW,
+    replace(SHALLOW, group=4),
+    replace(SHALLOW, flatten=True),
     replace(SHALLOW, reduce=True),
     replace(SHALLOW, reduce=True, group=16),
     replace(SHALLOW, stages=5, reduce=True, group=16, snake=True),
     replace(SHALLOW, stages=6),
+    replace(SHALLOW, stages=6, group=4),
+    replace(SHALLOW, rows=64, programs=3),
     replace(WIDE, grouped_mm=True),
     replace(SHALLOW, grouped_mm=True, reduce=True),
 )

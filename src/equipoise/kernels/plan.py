@@ -4,15 +4,15 @@ The result is that of `balance/planner.py: plan_loads` and then `balance/splits.
 are its references. Rules and targets come from the caller (`balance/rules.py`): nothing is decided here.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from equipoise.kernels.triton_support import triton_problem
 
-MAX_RANKS, MAX_EXPERTS, MAX_PAIRS = 256, 1024, 2**14
-"""What one warp holds in registers: ranks, experts, and (locals of a rank) x (slots of all ranks), in powers of 2."""
+MAX_RANKS, MAX_EXPERTS, MAX_SLOTS = 256, 1024, 2**12
+"""What one warp holds in registers: ranks, experts, and slots of all ranks."""
 
+FINISHER_LOCALS = 2
+"""Physical experts of one program that writes the plan, a power of 2."""
 MAX_OWN_SUMS = 1024
 """Largest load matrix that every candidate adds up by itself."""
 
@@ -28,9 +28,8 @@ def plan_problem(device_type: str, num_ranks: int, num_experts: int, num_slots: 
         return problem
     if num_ranks > MAX_RANKS or num_experts > MAX_EXPERTS:
         return f"the plan kernel takes up to {MAX_RANKS} ranks and {MAX_EXPERTS} experts"
-    pairs = _padded(num_experts // num_ranks + num_slots) * _padded(num_ranks * num_slots)
-    if pairs > MAX_PAIRS:
-        return f"the plan kernel takes up to {MAX_PAIRS} pairs of a rank's physical expert and a slot, not {pairs}"
+    if num_ranks * num_slots > MAX_SLOTS:
+        return f"the plan kernel takes up to {MAX_SLOTS} slots of all ranks, not {num_ranks * num_slots}"
     return None
 
 
@@ -48,7 +47,7 @@ def make_plan_workspace(
 @torch.library.custom_op("equipoise::plan", mutates_args=("workspace",))
 def plan(
     load_PE: torch.Tensor,
-    rules: Sequence[int],
+    rules_V4: torch.Tensor,
     steps_K: torch.Tensor,
     workspace: torch.Tensor,
     rank: int,
@@ -63,8 +62,8 @@ def plan(
     Args:
         load_PE: int32, contiguous; tokens of each source rank for each expert, none negative, at most 2**31 - 1 in all
             (not checked: that would be a host sync).
-        rules: four numbers for each of up to 8 variants: the giver's sign; whether the receiver is the closest fit for
-            what is to move; else the room that is enough (-1: `min_tokens`); fill. See `Variant` of balance/rules.py.
+        rules_V4: int32 [V, 4], V <= 8: the giver's sign; whether the receiver is the closest fit for what is to move;
+            else the room that is enough (-1: `min_tokens`); fill. See `Variant` of balance/rules.py.
         steps_K: int32 [K], K <= 254: rises of the targets after the tolerated load, in 2**-20.
         workspace: from `make_plan_workspace` for (K + 1) * V candidates.
         rank: whose sends and receives.
@@ -79,16 +78,18 @@ def plan(
     R, M = num_slots, E // P
     assert load_PE.dtype == torch.int32, load_PE.dtype
     assert load_PE.is_contiguous()
-    num_targets, num_variants = steps_K.numel() + 1, len(rules) // 4
+    num_targets, num_variants = steps_K.numel() + 1, rules_V4.shape[0]
     assert workspace.numel() >= 64 + E + num_targets * num_variants * P * R, "the workspace is another problem's"
     out = _outputs(load_PE, num_slots)
     rank_pad = max(_padded(P), 32)  # below a warp's 32 lanes, reductions are slower
     masters_pad = max(_padded(M), 2)  # with an axis of one element, Triton 3.6 compiles wrong code
+    parts = -(-(M + R) // FINISHER_LOCALS)
     own_sums = P * E <= MAX_OWN_SUMS
     summers = 0 if own_sums else -(-E // COLUMNS.value)
-    grid = (summers + num_targets * num_variants + 2 * P,)
+    grid = (summers + num_targets * num_variants + 2 * parts * P,)
     plan_kernel[grid](
         load_PE,
+        rules_V4,
         steps_K,
         workspace,
         *out,
@@ -101,13 +102,14 @@ def plan(
         E=E,
         R=R,
         DOMAIN=domain_size or P,
-        RULES=tuple(rules),
+        NUM_VARIANTS=num_variants,
         OWN_SUMS=own_sums,
         HAS_COPY_TIME=copy_tokens > 0,
         P_PAD=rank_pad,
         M_PAD=masters_pad,
-        L_PAD=_padded(M + R),
-        S_PAD=_padded(P * R),
+        LOCALS=FINISHER_LOCALS,
+        PARTS=parts,
+        S_PAD=max(_padded(P * R), 2),
         RANK_BITS=rank_pad.bit_length() - 1,
         SLOT_BITS=R.bit_length() if R > 1 else 0,
         MASTER_BITS=masters_pad.bit_length() - 1,
@@ -128,5 +130,5 @@ def _outputs(load_PE: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch
 
 
 @plan.register_fake
-def _(load_PE, rules, steps_K, workspace, rank, num_slots, *settings):
+def _(load_PE, rules_V4, steps_K, workspace, rank, num_slots, *settings):
     return _outputs(load_PE, num_slots)

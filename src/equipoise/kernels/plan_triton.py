@@ -6,13 +6,14 @@ first and wait for nobody higher, hence no deadlock (and Triton's interpreter, w
     summers     columns of the load matrix to load_E, 16 each; none where the matrix is so small that (OWN_SUMS) every
                 candidate adds up for itself sooner than it would hear from others
     candidates  one (target, rule) each: makes its moves in registers, logs them, offers its key to the best
-    finishers   two per rank: read the winner's log and write that rank's quotas and sends, or its receives
+    finishers   several per rank: read the winner's log and write quotas and sends, or receives, of a few of that rank's
+                physical experts; a warp takes long over many
 
 Ranks lie along the lanes and all experts of a rank in one lane, so a choice is a reduction of int32 values over one
 warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index share one
 integer and one reduction; otherwise (IS_WIDE) the same code takes two.
 
-Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals, S moves at most.
+Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals (of a finisher: LOCALS), S moves at most.
 """
 
 import triton
@@ -108,14 +109,14 @@ def _run_candidate(
     tolerated,
     ceiling,
     number,
+    variant,
     step,
+    sign,
+    is_fit,
+    threshold,
+    fill,
     min_tokens,
     copy_tokens,
-    VARIANT: tl.constexpr,
-    SIGN: tl.constexpr,
-    IS_FIT: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    FILL: tl.constexpr,
     P: tl.constexpr,
     M: tl.constexpr,
     R: tl.constexpr,
@@ -146,7 +147,8 @@ def _run_candidate(
         sent_1P = tl.zeros_like(rank_1P)
         code_1P = LAST_RANK - rank_1P
         master_M1 = tl.arange(0, home_MP.shape[0])[:, None]
-        threshold = min_tokens if THRESHOLD < 0 else THRESHOLD
+        is_paired_rule = fill < 0
+        fill = tl.where(is_paired_rule, R, fill)
         copies = 0
         busiest = 0
         excess = 0
@@ -154,37 +156,28 @@ def _run_candidate(
         giver = 0
         receiver = 0
         slots_left = 0
-        pair = number < 0  # no
-        live = number > 0  # yes
+        pair = sign > 2  # no
+        live = sign < 2  # yes
         while live:
             offer = tl.load(best_ptr, volatile=True)  # on its way while the next move is made
-            worst, code = _largest(tl.where(room_1P < 0, -room_1P * SIGN, -CAP - 1), code_1P, RANK_BITS, IS_WIDE)
+            worst, code = _largest(tl.where(room_1P < 0, -room_1P * sign, -CAP - 1), code_1P, RANK_BITS, IS_WIDE)
             live = live & (worst != -CAP - 1)
-            if FILL < 0:  # a pair of ranks is kept until its receiver is full
-                giver = tl.where(pair, giver, LAST_RANK - code)
-                excess = tl.where(pair, excess, worst * SIGN)
-            else:
-                giver = LAST_RANK - code
-                excess = worst * SIGN
+            giver = tl.where(pair, giver, LAST_RANK - code)
+            excess = tl.where(pair, excess, worst * sign)
             size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
             want = tl.maximum(excess, min_tokens)
 
             open_1P = tl.where(free_1P > 0, tl.maximum(room_1P, 0), 0)
             if DOMAIN < P:
                 open_1P = tl.where(rank_1P // DOMAIN == giver // DOMAIN, open_1P, 0)
-            enough = tl.minimum(want, tl.max(size_M1)) if IS_FIT else threshold
+            enough = tl.where(is_fit, tl.minimum(want, tl.max(size_M1)), threshold)
             slots_code_1P = (code_1P << SLOT_BITS) + (free_1P if SLOT_BITS > 0 else 0)
             next_space, code = _closest(open_1P, enough, slots_code_1P, CAP, RANK_BITS + SLOT_BITS, IS_WIDE)
-            slots = code & ((1 << SLOT_BITS) - 1) if SLOT_BITS > 0 else 1
-            if FILL < 0:
-                receiver = tl.where(pair, receiver, LAST_RANK - (code >> SLOT_BITS))
-                space = tl.where(pair, space, next_space)
-                slots = tl.where(pair, slots_left, slots) if SLOT_BITS > 0 else 1
-                move = space
-            else:
-                receiver = LAST_RANK - (code >> SLOT_BITS)
-                space = next_space
-                move = tl.where(slots <= FILL, space, tl.minimum(want, space))
+            receiver = tl.where(pair, receiver, LAST_RANK - (code >> SLOT_BITS))
+            space = tl.where(pair, space, next_space)
+            slots = tl.where(pair, slots_left, code & ((1 << SLOT_BITS) - 1)) if SLOT_BITS > 0 else 1
+
+            move = tl.where(slots <= fill, space, tl.minimum(want, space))
             size, code = _closest(size_M1, move, LAST_MASTER - master_M1, CAP, MASTER_BITS, IS_WIDE)
             master = LAST_MASTER - code
             move = tl.minimum(move, size)
@@ -203,16 +196,15 @@ def _run_candidate(
                 sent_1P += (is_giver_1P & live).to(tl.int32)
                 now = tl.maximum(tl.sum(tl.where(is_giver_1P, sent_1P, 0)), R - slots + 1)
                 busiest = tl.where(live, tl.maximum(busiest, now), busiest)
-            if FILL < 0:
-                excess -= move
-                space -= move
-                slots_left = slots - 1
-                pair = live & (space >= min_tokens) & (slots > 1)
-            bound = _key(target64 + busiest * copy_tokens, number, copies, VARIANT)
+            excess -= move
+            space -= move
+            slots_left = slots - 1
+            pair = is_paired_rule & live & (space >= min_tokens) & (slots > 1)
+            bound = _key(target64 + busiest * copy_tokens, number, copies, variant)
             live = live & (bound < (offer ^ KEY_MAX))
         if copies > 0:
             top = (target - tl.min(tl.where(is_rank_1P, room_1P, INT_MAX))).to(tl.int64)
-            key = _key(tl.maximum(top, target64) + busiest * copy_tokens, number, copies, VARIANT)
+            key = _key(tl.maximum(top, target64) + busiest * copy_tokens, number, copies, variant)
             tl.atomic_max(best_ptr, key ^ KEY_MAX, sem="relaxed")
 
 
@@ -264,6 +256,7 @@ def _sent(source, owner, instances, moves, load_ptr, P: tl.constexpr, E: tl.cons
 @triton.jit(do_not_specialize=["rank", "tolerance_ppm", "min_tokens", "copy_tokens", "num_targets"])
 def plan_kernel(
     load_ptr,  # int32 [P, E]
+    rules_ptr,  # int32 [V, 4]: giver's sign, whether the receiver fits, its threshold, fill
     steps_ptr,  # int32 [K]
     workspace_ptr,  # int64
     slot_expert_ptr,
@@ -279,12 +272,13 @@ def plan_kernel(
     E: tl.constexpr,
     R: tl.constexpr,
     DOMAIN: tl.constexpr,
-    RULES: tl.constexpr,  # of each variant: giver's sign, whether the receiver fits, its threshold, fill
+    NUM_VARIANTS: tl.constexpr,
     OWN_SUMS: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
     P_PAD: tl.constexpr,
     M_PAD: tl.constexpr,
-    L_PAD: tl.constexpr,
+    LOCALS: tl.constexpr,
+    PARTS: tl.constexpr,
     S_PAD: tl.constexpr,
     RANK_BITS: tl.constexpr,
     SLOT_BITS: tl.constexpr,
@@ -292,7 +286,6 @@ def plan_kernel(
 ):
     M: tl.constexpr = E // P
     S: tl.constexpr = P * R
-    NUM_VARIANTS: tl.constexpr = len(RULES) // 4
     SUMMERS: tl.constexpr = 0 if OWN_SUMS else (E + COLUMNS - 1) // COLUMNS
     num_candidates = num_targets * NUM_VARIANTS
     load_E_ptr = (workspace_ptr + LOAD).to(tl.pointer_type(tl.int32))
@@ -313,9 +306,16 @@ def plan_kernel(
         index = pid - SUMMERS
         number = index // NUM_VARIANTS + 1
         variant = index % NUM_VARIANTS
+        sign = tl.load(rules_ptr + variant * 4)
+        is_fit = tl.load(rules_ptr + variant * 4 + 1) > 0
+        threshold = tl.load(rules_ptr + variant * 4 + 2)
+        threshold = tl.where(threshold < 0, min_tokens, threshold)
+        fill = tl.load(rules_ptr + variant * 4 + 3)
         step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
         rank_1P = tl.arange(0, P_PAD)[None, :]
-        master_M1 = tl.arange(0, M_PAD)[:, None]
+        # Adding a 0 that the compiler does not know hides that masters are neighbours in memory: it would spread them
+        # over the lanes, and the ranks over few.
+        master_M1 = tl.arange(0, M_PAD)[:, None] ^ (num_targets >> 30)
         expert_MP = rank_1P * M + master_M1
         is_expert_MP = (rank_1P < P) & (master_M1 < M)
         if OWN_SUMS:
@@ -343,30 +343,29 @@ def plan_kernel(
             tolerated = tolerated64.to(tl.int32)
             log_ptr = logs_ptr + index.to(tl.int64) * S
             CAP: tl.constexpr = (1 << (30 - max(RANK_BITS + SLOT_BITS, MASTER_BITS))) - 1
-            for v in tl.static_range(NUM_VARIANTS):
-                if variant == v:
-                    if top < CAP:
-                        _run_candidate(
-                            best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, step, min_tokens,
-                            copy_tokens, v, RULES[4 * v], RULES[4 * v + 1], RULES[4 * v + 2], RULES[4 * v + 3],
-                            P, M, R, DOMAIN, HAS_COPY_TIME, RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
-                        )  # fmt: skip
-                    else:
-                        _run_candidate(
-                            best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, step, min_tokens,
-                            copy_tokens, v, RULES[4 * v], RULES[4 * v + 1], RULES[4 * v + 2], RULES[4 * v + 3],
-                            P, M, R, DOMAIN, HAS_COPY_TIME, RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
-                        )  # fmt: skip
+            if top < CAP:
+                _run_candidate(
+                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
+                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
+                    RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
+                )  # fmt: skip
+            else:
+                _run_candidate(
+                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
+                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
+                    RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
+                )  # fmt: skip
         tl.debug_barrier()
         tl.atomic_add(workspace_ptr + ARRIVED, 1, sem="release")
     else:
         finisher = pid - SUMMERS - num_candidates
-        this = finisher // 2
+        this = finisher // (2 * PARTS)
+        part = finisher % PARTS
         _await(workspace_ptr + ARRIVED, num_candidates)
         key = tl.load(workspace_ptr + BEST) ^ KEY_MAX
         # The one who knows that all have read what the next launch must find at 0 resets it. The key is never
         # negative; that the count depends on it keeps the order.
-        if tl.atomic_add(workspace_ptr + FINISHED, 1, mask=key >= 0, sem="relaxed") == 2 * P - 1:
+        if tl.atomic_add(workspace_ptr + FINISHED, 1, mask=key >= 0, sem="relaxed") == 2 * PARTS * P - 1:
             for cell in tl.static_range(4):
                 tl.store(workspace_ptr + cell * 16, tl.zeros([], tl.int64))
         variant = (key & VARIANT_MASK).to(tl.int32)
@@ -386,10 +385,10 @@ def plan_kernel(
 
         moves = (expert_S, slot_S, tokens_S, own_S)
         owns = (expert_S, slot_rank_S, own_S)
-        local_L = tl.arange(0, L_PAD)
+        local_L = part * LOCALS + tl.arange(0, LOCALS)
         is_local_L = local_L < M + R
         at_L = this * (M + R) + local_L
-        if finisher % 2 == 0:
+        if finisher // PARTS % 2 == 0:
             there = _instances(this, local_L, moves, load_ptr, load_E_ptr, P, E, R)
             tl.store(slot_expert_ptr + this * R + local_L - M, there[0], mask=(local_L >= M) & is_local_L)
             tl.store(quota_ptr + at_L, there[1], mask=is_local_L)
