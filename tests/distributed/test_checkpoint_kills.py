@@ -21,6 +21,7 @@ from equipoise.checkpoint.manifest import damage
 from equipoise.data.config import DataConfig
 from equipoise.distributed.mesh import ParallelConfig
 from equipoise.train.config import LoopConfig, TrainConfig
+from equipoise.train.metrics import MetricsConfig
 from equipoise.train.optimizer import OptimizerConfig
 from equipoise.train.run import run_training
 
@@ -37,6 +38,7 @@ def run_config(steps: int, world_size: int) -> TrainConfig:
         train=LoopConfig(steps=steps, global_batch_size=2, sequence_length=8),
         optimizer=OptimizerConfig(warmup_steps=0, min_lr_ratio=1.0),
         checkpoint=CheckpointConfig(every=EVERY, keep_last=2, keep_every=6),
+        metrics=MetricsConfig(peak_flops=1e12),
     )
 
 
@@ -86,7 +88,8 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     target = folder / "whole.pt"
     dcp_to_torch_save(layout.step_path(folder / "checkpoints", step), target)
-    return torch.load(target, weights_only=True)
+    found = torch.load(target, weights_only=True)
+    return {name: value for name, value in found.items() if not name.endswith(".host")}  # Python's own is not seeded
 
 
 def assert_same_run(got: Path, want: Path, steps: int) -> None:
@@ -123,7 +126,7 @@ def test_a_run_killed_while_it_saves_has_the_losses_of_one_that_was_not(whole: P
     """Each time rank 0 or rank 1 dies at some touch of a file of a checkpoint; the other is killed soon after."""
     moments = random.Random(7)
     newest = None
-    for attempt in range(5):
+    for attempt in range(4):
         touch, victim = moments.randrange(1, 45), attempt % 2
         outcomes = observe_ranks(
             train, 2, tmp_path, STEPS, touch, None, victim, deadline_s=60, env=ON_CPU, after_failure_s=0.05
