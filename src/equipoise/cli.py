@@ -118,6 +118,14 @@ def train(
             help="Continue from the newest checkpoint in the run folder, if there is one.",
         ),
     ] = True,
+    resume_step: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            show_default="the newest",
+            help="Continue from the checkpoint of this step; later ones are set aside, not deleted.",
+        ),
+    ] = None,
     help_config: Annotated[
         bool, typer.Option("--help-config", help="Print the settings (of the section named) and exit.")
     ] = False,
@@ -135,7 +143,7 @@ def train(
             typer.echo(describe_settings(read_schema(root), context.args))
             return
         typed = typed or shlex.join(["equipoise", *sys.argv[1:]])
-        _train(root, context.args, nproc_per_node, out, resume, typed)
+        _train(root, context.args, nproc_per_node, out, resume, resume_step, typed)
 
 
 def _root_class() -> "type[BaseModel]":
@@ -150,8 +158,13 @@ def _train(
     nproc_per_node: int | None,
     out: Path | None,
     resume: bool,
+    resume_step: int | None,
     typed: str,
 ) -> None:
+    if resume_step is not None and (out is None or not resume):
+        raise ConfigError(
+            "--resume-step names a checkpoint of an earlier run: give that run's folder with --out, without --no-resume"
+        )
     recipe, overrides = split_recipe(root, arguments)
     config = load_config(root, recipe, overrides)
     count, world_size = launch.choose_worker_count(nproc_per_node)
@@ -160,17 +173,23 @@ def _train(
         joins = launch.has_launcher(os.environ)
         out = _joined_run_dir(recipe, os.environ) if joins else _new_run_dir(recipe)
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]
+    if resume_step is not None:
+        options += ["--resume-step", str(resume_step)]
     command = ["train", *arguments, *options]
-    run = functools.partial(_run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume, typed)
+    run = functools.partial(
+        _run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume, typed, resume_step
+    )
     launch.start(count, [*command, "--typed", typed], run)
 
 
-def _run_here(config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool, typed: str) -> None:
+def _run_here(
+    config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool, typed: str, resume_step: int | None
+) -> None:
     """Train in this process; a signal that arrives meanwhile ends the command with its exit code."""
     from equipoise.train.run import run_training
 
     with StopSignals() as stop:
-        run_training(config, out, argv, resume, typed)
+        run_training(config, out, argv, resume, typed, resume_step)
     stop.raise_if_requested()
 
 

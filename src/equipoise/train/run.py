@@ -15,7 +15,14 @@ from equipoise.train.stop import StopSignals
 from equipoise.train.trainer import Trainer
 
 
-def run_training(config: TrainConfig, out: Path, argv: Sequence[str], resume: bool, typed: str = "") -> None:
+def run_training(
+    config: TrainConfig,
+    out: Path,
+    argv: Sequence[str],
+    resume: bool,
+    typed: str = "",
+    resume_step: int | None = None,
+) -> None:
     """Trains `config` to the end in run folder `out`, or until a signal asks to stop, after saving.
 
     Args:
@@ -24,6 +31,7 @@ def run_training(config: TrainConfig, out: Path, argv: Sequence[str], resume: bo
         argv: the command, for `run.json`.
         resume: continue from the newest complete checkpoint in `out`, if there is one.
         typed: the command line as the user gave it, for `run.json`; where it is empty, `argv`.
+        resume_step: continue from the checkpoint of this step instead of the newest.
     """
     configure_logging()
     loop = config.train
@@ -35,7 +43,7 @@ def run_training(config: TrainConfig, out: Path, argv: Sequence[str], resume: bo
     ):
         on_rank_0(world, lambda: held.enter_context(hold_run_folder(out)))
         trainer = Trainer(config, world, datasets, out, stop)
-        trainer.restore(resume)
+        trainer.restore(resume, resume_step)
         # Only now: a run that the checkpoints refuse leaves the settings of the run that wrote them.
         on_rank_0(world, lambda: save_resolved(config, out, argv, typed))
         trainer.run()
