@@ -1,5 +1,6 @@
 """Architecture of a decoder-only MoE language model, with Hugging Face field names."""
 
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -12,6 +13,7 @@ from equipoise.moe.router import RouterConfig
 TRAINING_ONLY = {
     "bias_update_speed",
     "initializer_range",
+    "load_from",
     "max_position_embeddings",
     "mtp_loss_coef",
     "router_aux_loss_coef",
@@ -108,6 +110,9 @@ class ModelConfig(Config):
     0.1 (technical report, section 4.2)."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
+    load_from: Path | None = None
+    """Folder of a Hugging Face model, or of one that `equipoise convert` wrote, whose weights a new run starts from.
+    The model's other settings are read from it as well; those that are given may not contradict it."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -1,5 +1,18 @@
 """Hugging Face checkpoints in and out."""
 
+from equipoise.checkpoint.hf.export import dtype_of, export, hf_config, parse_dtype
 from equipoise.checkpoint.hf.mapping import HFMapping, Piece, native_to_hf
+from equipoise.checkpoint.hf.source import FolderSource, Source, open_source
 
-__all__ = ["HFMapping", "Piece", "native_to_hf"]
+__all__ = [
+    "FolderSource",
+    "HFMapping",
+    "Piece",
+    "Source",
+    "dtype_of",
+    "export",
+    "hf_config",
+    "native_to_hf",
+    "open_source",
+    "parse_dtype",
+]
