@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from equipoise.models import cross_entropy
 from equipoise.models.config import ModelConfig
 from equipoise.models.model import IGNORED_LABEL, MoEForCausalLM
+from unit.hf_toys import deepseek_model, hf_model
 
 VARIANTS = {
     "plain": {},
@@ -41,60 +41,6 @@ DEEPSEEK_VARIANTS = {
     "weights as they are": {"norm_topk_prob": False},
     "tied embeddings": {"tie_word_embeddings": True},
 }
-
-
-def hf_model(**changes) -> Qwen3MoeForCausalLM:
-    values = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "initializer_range": 0.2,
-        "use_cache": False,
-    }
-    torch.manual_seed(0)
-    return enlivened(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(values | changes))))
-
-
-def deepseek_model(**changes) -> DeepseekV3ForCausalLM:
-    values = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 20,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 0,
-        "initializer_range": 0.2,
-        "use_cache": False,
-    }
-    torch.manual_seed(0)
-    return enlivened(DeepseekV3ForCausalLM(DeepseekV3Config(**(values | changes))))
-
-
-def enlivened(model):
-    """Norms and biases start as constants: makes them count."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.dim() == 1 and "inv_freq" not in name:
-            torch.nn.init.normal_(tensor, mean=1.0 if "norm" in name else 0.0, std=0.2)
-    return model
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

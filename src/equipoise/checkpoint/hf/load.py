@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from equipoise.checkpoint.hf.export import ROWS_BYTES, Progress
 from equipoise.checkpoint.hf.source import FolderSource
+from equipoise.checkpoint.hf.write import ROWS_BYTES, Progress
 from equipoise.checkpoint.tensors import model_tensors
 from equipoise.distributed.agree import raise_together
 from equipoise.distributed.world import World
