@@ -1,4 +1,4 @@
-"""The command line: `equipoise train`, `equipoise doctor`, `equipoise bench`.
+"""The command line: `equipoise train`, `equipoise convert`, `equipoise doctor`, `equipoise bench`.
 
 torch is imported only by the commands that need it, so that help is quick.
 """
@@ -20,6 +20,7 @@ from equipoise.bench import balance as _balance  # noqa: F401 - adds its command
 from equipoise.bench import kernels as _kernels  # noqa: F401
 from equipoise.bench import plan as _plan  # noqa: F401
 from equipoise.bench.group import bench
+from equipoise.convert import convert
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.exit_codes import EXIT_FAILED, exit_codes
 from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode
@@ -51,6 +52,7 @@ main = typer.Typer(
 
 
 main.add_typer(bench, name="bench")
+main.command()(convert)
 
 
 def _print_version(wanted: bool) -> None:

@@ -23,7 +23,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("launch", "options"),
     ("exit_codes",),
     ("bench",),
-    ("doctor",),
+    ("doctor", "convert"),
     ("cli",),
     ("__main__",),
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from equipoise.checkpoint.hf.load import load_weights
 from equipoise.checkpoint.layout import refuse_unwritable, set_newer_aside, step_path
 from equipoise.checkpoint.resume import WENT_BACK
 from equipoise.checkpoint.training import (
@@ -32,6 +33,7 @@ from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
 from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
+from equipoise.train.progress import ByteProgress
 from equipoise.train.record import StepRecorder
 from equipoise.train.step import StepResult, TrainStep, run_model
 from equipoise.train.stop import StopSignals
@@ -73,6 +75,7 @@ class Trainer:
                 compile=loop.compile,
                 reshard_after_forward=config.parallel.reshard_after_forward,
                 balance=config.balance,
+                initialize=config.model.load_from is None,
             )
         world.accelerator.manual_seed(loop.seed + world.rank)
         self.optimizer = build_optimizer(self.model, config.optimizer, world.accelerator)
@@ -299,6 +302,8 @@ class Trainer:
         """Takes up the newest complete checkpoint of the run folder, if there is one, or that of `resume_step`;
         without `resume` refuses to start where there is one. Writes nothing.
 
+        A run without one starts from the weights of `model.load_from`, if that is set.
+
         Raises:
             CheckpointError, DataError: on every rank, if it is there against the wish, missing, damaged, or of
                 another model or data.
@@ -306,9 +311,10 @@ class Trainer:
         directory = self.run_dir / CHECKPOINTS
         if not resume:
             refuse_existing(directory, self.world)
-            return
-        self.resumed_from = choose_checkpoint(directory, self.world, resume_step, self.config.checkpoint.verify)
+        else:
+            self.resumed_from = choose_checkpoint(directory, self.world, resume_step, self.config.checkpoint.verify)
         if self.resumed_from is None:
+            self._load_pretrained()
             return
         restored = load_checkpoint(self.resumed_from, self._state(), self.world)
         changes = model_changes(restored.config.get("model", {}), self.config.model)
@@ -322,6 +328,13 @@ class Trainer:
         self.step, self.metrics_position = restored.step, restored.metrics_position
         self.saver.last_step = restored.step
         self.went_back_to = restored.extra.get(WENT_BACK) if resume_step is None else resume_step
+
+    def _load_pretrained(self) -> None:
+        folder = self.config.model.load_from
+        if folder is not None:
+            with ByteProgress(f"load {folder.name}", shown=self.world.rank == 0) as progress:
+                num_bytes = load_weights(self.model, self.config.model, folder, self.world, progress)
+            logger.info("loaded weights from %s: %.2f GB on this rank", folder, num_bytes / 1e9)
 
 
 def model_changes(saved: Mapping[str, Any], present: ModelConfig) -> list[str]:
