@@ -14,6 +14,7 @@ from equipoise.distributed.mesh import AxisSizes, ParallelConfig, derive_axes
 from equipoise.errors import CheckpointError, ConfigError
 from equipoise.models.config import ModelConfig
 from equipoise.moe.synthetic import SyntheticRoutingConfig, Workload
+from equipoise.observe.config import TraceConfig
 from equipoise.train.metrics import MetricsConfig, refuse_missing_packages
 from equipoise.train.optimizer import OptimizerConfig
 from equipoise.train.pretrained import with_pretrained
@@ -61,6 +62,7 @@ class TrainConfig(Config):
     metrics: MetricsConfig = MetricsConfig()
     balance: BalanceConfig | None = None
     synthetic_routing: SyntheticRoutingConfig | None = None
+    trace: TraceConfig | None = None
     save_hf: bool = False
     """At the end also writes the model as a Hugging Face folder, `hf` in the run folder, in the dtype of the weights
     that it started from (model.load_from) or else in FP32."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -38,6 +38,9 @@ from equipoise.train.record import StepRecorder
 from equipoise.train.step import StepResult, TrainStep, run_model
 from equipoise.train.stop import StopSignals
 from equipoise.train.timing import PhaseTimer
+
+if TYPE_CHECKING:
+    from equipoise.observe.recorder import LoadRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +105,7 @@ class Trainer:
         self.step = 0
         self.metrics_position = 0
         self.last_record: dict[str, Any] = {}
+        self.trace: LoadRecorder | None = None
         self.resumed_from: Path | None = None
         self.went_back_to: int | None = None
         kept = config.checkpoint
@@ -125,6 +129,9 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(self.loader.close)
             stack.callback(self.saver.close)
+            self.trace = self._load_recorder()
+            if self.trace is not None:
+                stack.callback(self.trace.close)
             writer = stack.enter_context(self._metrics_writer())
             console = stack.enter_context(TrainConsole(loop.steps, self.world.rank, first_step=self.step))
             while self.step < loop.steps:
@@ -163,6 +170,14 @@ class Trainer:
                 error = e
         raise_together(error, self.world)
         return writer if writer is not None else nullcontext()
+
+    def _load_recorder(self) -> "LoadRecorder | None":
+        """The recorder of the load trace, where one is wanted and the model has MoE layers."""
+        if self.config.trace is None or not self.step_runner.layers:
+            return None
+        from equipoise.train.trace import make_recorder
+
+        return make_recorder(self.config, self.plan, self.world, self.step_runner, self.dtype, self.run_dir, self.step)
 
     def _log(self, record: dict[str, Any], writer: MetricsWriter | None, console: TrainConsole, always: bool) -> None:
         if writer is None or not (always or "eval_loss" in record or self.step % self.config.metrics.log_every == 0):
@@ -217,6 +232,8 @@ class Trainer:
             self.step_runner.lay_down_routing(self.workload, self.step)
         with self.world.operation(f"step {step}", deadline_s=deadline_s):
             self.timer.start_step()
+            if self.trace is not None:
+                self.trace.begin(step)
             with self.timer.phase("data"):
                 loader_state = self.loader.state_dict()
                 batches = self.loader.next_step()
@@ -231,6 +248,8 @@ class Trainer:
                 finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
                 if finite:
                     self.step_runner.update(result, norm, lr)
+            if self.trace is not None:
+                self.trace.end()
             times = self.timer.finish_step()
         if not finite:
             self._refuse_step(step, result, loader_state)
@@ -296,6 +315,8 @@ class Trainer:
     def save(self, loader_state: dict[str, Any] | None = None, wait: bool = True) -> Path:
         """Saves the state after `self.step` steps, unless it is saved already; returns its folder. Without `wait` it
         is written while training goes on."""
+        if self.trace is not None:
+            self.trace.flush()
         return self.saver.save(self._state(loader_state), wait)
 
     def restore(self, resume: bool, resume_step: int | None = None) -> None:
