@@ -13,6 +13,7 @@ from equipoise.distributed.mesh import AxisSizes, ParallelConfig, derive_axes
 from equipoise.errors import ConfigError
 from equipoise.models.config import ModelConfig
 from equipoise.moe.synthetic import SyntheticRoutingConfig, Workload
+from equipoise.observe.profiler import ProfilerConfig, check_ranks
 from equipoise.train.metrics import MetricsConfig, refuse_missing_packages
 from equipoise.train.optimizer import OptimizerConfig
 
@@ -59,6 +60,7 @@ class TrainConfig(Config):
     metrics: MetricsConfig = MetricsConfig()
     balance: BalanceConfig | None = None
     synthetic_routing: SyntheticRoutingConfig | None = None
+    profiler: ProfilerConfig | None = None
 
     def check_world(self, world_size: int) -> None:
         """Raises ConfigError when these settings cannot run on `world_size` ranks; needs no process group."""
@@ -90,6 +92,8 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
     if config.balance is not None:
         _check_balance(config.balance, axes)
     synthetic_workload(config, axes)
+    if config.profiler is not None:
+        check_ranks(config.profiler, world_size)
     if loop.sequence_length > model.max_position_embeddings:
         raise ConfigError(
             f"train.sequence_length is {loop.sequence_length}, longer than model.max_position_embeddings "
