@@ -27,3 +27,7 @@ class NonFiniteLossError(EquipoiseError, ArithmeticError):
 
 class PlanError(EquipoiseError, ValueError):
     """A balancing plan breaks an invariant: tokens are lost, an expert sits twice on a rank, the load grows."""
+
+
+class TraceError(EquipoiseError, ValueError):
+    """A load trace is missing, cut, foreign or of another version, or cannot be written."""

@@ -1,0 +1,1 @@
+"""What a run can be seen by: load traces."""

@@ -1,0 +1,293 @@
+"""Load traces: written whole, read back, refused with a message when they are not what they should be."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from equipoise.errors import TraceError
+from equipoise.observe import writer as writer_module
+from equipoise.observe.reader import open_trace
+from equipoise.observe.schema import LAYERS, LAYERS_SCHEMA, SCHEMA_NAME, TraceInfo
+from equipoise.observe.tables import LayerRows, schema_with
+from equipoise.observe.writer import TraceWriter, prepare_folder, write_file
+
+INFO = TraceInfo(num_layers=3, num_experts=6, num_experts_per_tok=2, ep_size=2, num_slots=1)
+
+
+def rows(
+    step: int, info: TraceInfo = INFO, microbatch: int = 0, has_matrices: bool = True, group: int = 0
+) -> LayerRows:
+    """Random loads; delivered as planned: the first expert's rows half at home, half in the last rank's slot."""
+    rng = np.random.default_rng([step, microbatch])
+    L, P, E, M = info.num_layers, info.ep_size, info.num_experts, info.num_masters
+    load = rng.integers(0, 50, (L, P, E))
+    slots = np.full((L, P * info.num_slots), -1)
+    quota = np.zeros((L, P, info.num_physical_local), np.int64)
+    quota[:, :, :M] = load.sum(1).reshape(L, P, M)
+    if info.num_slots:
+        slots[:, -1] = 0
+        quota[:, -1, -1] = quota[:, 0, 0] // 2
+        quota[:, 0, 0] -= quota[:, 0, 0] // 2
+    seconds = rng.random((L, P, 5), np.float32)
+    return LayerRows(step, microbatch, group, load, quota, slots, quota.reshape(L, -1), seconds, 1000, has_matrices)
+
+
+def write(folder: Path, *batches: LayerRows, info: TraceInfo = INFO) -> None:
+    with TraceWriter(folder, info) as writer:
+        for batch in batches:
+            writer.write_layers(batch)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written = rows(7)
+    write(tmp_path / "trace", rows(6), written)
+    trace = open_trace(tmp_path)
+    assert trace.info == INFO
+    assert trace.steps() == [6, 7]
+    layer = trace.load(step=7, layer=2)
+    load = written.load_LPE[2]
+    assert np.array_equal(layer.load_PE, load)
+    assert layer.rank_load_P.tolist() == [load[:, :3].sum(), load[:, 3:].sum()]
+    assert layer.rank_load_after_P.tolist() == written.delivered_LPm[2].sum(1).tolist()
+    assert layer.slot_expert_PR.tolist() == [[-1], [0]]
+    assert np.array_equal(layer.quota_Pm, written.delivered_LPm[2])
+    assert np.array_equal(layer.seconds_PF, written.seconds_LPF[2])
+    assert (layer.copies, layer.copied_bytes) == (1, 1000)
+    table = trace.layers(["layer", "rank_imbalance", "rank_imbalance_after"], steps=(7, 7))
+    before = layer.rank_load_P
+    assert table["layer"].to_pylist() == [0, 1, 2]
+    assert table["rank_imbalance"][2].as_py() == pytest.approx(before.max() / before.mean())
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 3, 6])
+def test_without_balancing_every_expert_is_at_home(tmp_path: Path, ep_size: int) -> None:
+    info = TraceInfo(num_layers=1, num_experts=6, num_experts_per_tok=2, ep_size=ep_size)
+    load = np.arange(6 * ep_size).reshape(1, ep_size, 6)
+    home = load.sum(1).reshape(1, ep_size, -1)
+    write(tmp_path, LayerRows(1, 0, 0, load, home), info=info)
+    layer = open_trace(tmp_path).load(1, 0)
+    assert layer.slot_expert_PR.shape == (ep_size, 0)
+    assert np.array_equal(layer.quota_Pm, home[0])
+    assert layer.copies == 0
+    assert layer.seconds_PF is None
+
+
+def test_no_tokens_is_an_imbalance_of_one(tmp_path: Path) -> None:
+    info = TraceInfo(num_layers=1, num_experts=4, num_experts_per_tok=2, ep_size=2)
+    write(tmp_path, LayerRows(1, 0, 0, np.zeros((1, 2, 4)), np.zeros((1, 2, 2))), info=info)
+    assert open_trace(tmp_path).layers(["rank_imbalance"])["rank_imbalance"].to_pylist() == [1.0]
+
+
+def test_matrices_are_null_where_only_loads_were_recorded(tmp_path: Path) -> None:
+    write(tmp_path, rows(1, has_matrices=False), rows(2))
+    trace = open_trace(tmp_path)
+    assert trace.load(1, 0).load_PE is None
+    assert trace.load(1, 0).rank_load_P.shape == (2,)
+    assert trace.steps(with_matrices=True) == [2]
+    assert [load.step for load in trace.loads()] == [2, 2, 2]
+
+
+def test_sequences_are_read_back(tmp_path: Path) -> None:
+    counts = np.random.default_rng(0).integers(0, 9, (3, 4, 6))
+    with TraceWriter(tmp_path, INFO) as writer:
+        writer.write_layers(rows(1))
+        writer.write_sequences(1, 0, 0, 1, counts)
+    table = open_trace(tmp_path).sequences(layer=1)
+    assert table["sequence"].to_pylist() == [0, 1, 2, 3]
+    assert table["counts"].to_pylist() == counts[1].tolist()
+
+
+def test_files_are_closed_by_size_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(writer_module, "FILE_BYTES", 2000)
+    writer = TraceWriter(tmp_path, INFO, clock=lambda: now)
+    for step in range(1, 6):
+        writer.write_layers(rows(step))
+    by_size = len(list(tmp_path.glob("*.parquet")))
+    assert by_size >= 2
+    monkeypatch.setattr(writer_module, "FILE_BYTES", 2**30)
+    writer.flush()
+    by_size = len(list(tmp_path.glob("*.parquet")))
+    now = 9.0
+    writer.write_layers(rows(6))
+    assert len(list(tmp_path.glob("*.parquet"))) == by_size, "10 s have not passed"
+    now = 11.0
+    writer.write_layers(rows(7))
+    assert len(list(tmp_path.glob("*.parquet"))) == by_size + 1
+    assert open_trace(tmp_path).steps() == [1, 2, 3, 4, 5, 6, 7]
+    now = 10_000.0
+    writer.write_layers(rows(8))
+    now += 150  # 2 % of the run have not passed
+    writer.write_layers(rows(9))
+    assert len(list(tmp_path.glob("*.parquet"))) == by_size + 2
+
+
+KILLED = """
+import sys
+sys.path[:0] = {path!r}
+import numpy as np
+from equipoise.observe import writer
+from test_traces import INFO, rows
+writer.FILE_BYTES = 1
+out = writer.TraceWriter(sys.argv[1], INFO)
+for step in range(1, 10_000):
+    out.write_layers(rows(step))
+    print(step, flush=True)
+"""
+
+
+def test_a_killed_run_leaves_a_readable_trace(tmp_path: Path) -> None:
+    program = textwrap.dedent(KILLED).format(path=sys.path)
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = 0
+        while said < 20:
+            said = int(process.stdout.readline())
+        time.sleep(0.003)  # somewhere within a file
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    (tmp_path / "layers-0000-000099999-0.parquet.tmp").write_bytes(b"PAR1 and then the kill")
+    trace = open_trace(tmp_path)
+    steps = trace.steps()
+    assert steps[:20] == list(range(1, 21))
+    assert trace.load(20, 1).load_PE.tolist() == rows(20).load_LPE[1].tolist()
+    prepare_folder(tmp_path, INFO, resumed_step=20)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_running_trace_is_followed(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, INFO)
+    writer.write_layers(rows(1))
+    writer.flush()
+    trace = open_trace(tmp_path)
+    assert not trace.refresh()
+    writer.write_layers(rows(2))
+    assert not trace.refresh()
+    writer.flush()
+    assert trace.refresh()
+    assert trace.steps() == [1, 2]
+
+
+def test_a_resumed_run_cuts_off_what_it_trains_again(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    write(folder, rows(1), rows(2), rows(3))
+    write(folder, rows(4))
+    prepare_folder(folder, INFO, resumed_step=2)
+    assert open_trace(folder).steps() == [1, 2]
+    write(folder, rows(3))
+    assert open_trace(folder).steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("resumed_step", [0, 1])
+def test_another_run_keeps_the_earlier_trace(tmp_path: Path, resumed_step: int) -> None:
+    folder = tmp_path / "trace"
+    other = TraceInfo(num_layers=3, num_experts=6, num_experts_per_tok=2, ep_size=2, num_slots=2)
+    for _ in range(2):
+        write(folder, rows(1))
+        prepare_folder(folder, INFO if resumed_step == 0 else other, resumed_step)
+    assert not folder.exists()
+    assert open_trace(tmp_path / "trace.previous").steps() == [1]
+    assert open_trace(tmp_path / "trace.previous-2").steps() == [1]
+
+
+def good_table(info: TraceInfo = INFO) -> pa.Table:
+    table = pa.Table.from_batches([rows(1, info).batch(info)])
+    return table.replace_schema_metadata(schema_with(info, LAYERS).metadata)
+
+
+def replaced(name: str, value: object) -> pa.Table:
+    table = good_table()
+    key = b"equipoise"
+    return table.replace_schema_metadata({key: table.schema.metadata[key].replace(name.encode(), str(value).encode())})
+
+
+def empty_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def no_bytes(path: Path) -> None:
+    path.mkdir()
+    (path / "layers-0000-000000001-0.parquet").touch()
+
+
+def cut(path: Path) -> None:
+    write(path, rows(1))
+    (file,) = path.glob("*.parquet")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def with_table(table: pa.Table, name: str = "layers-0000-000000001-0.parquet"):
+    def make(path: Path) -> None:
+        path.mkdir()
+        write_file(path / name, table)
+
+    return make
+
+
+def mixed(path: Path) -> None:
+    write(path, rows(1))
+    other = TraceInfo(num_layers=3, num_experts=6, num_experts_per_tok=2, ep_size=3, num_slots=1)
+    with_table(good_table(other), "layers-0001-000000001-0.parquet")(path / "sub")
+    (path / "sub" / "layers-0001-000000001-0.parquet").rename(path / "layers-0001-000000001-0.parquet")
+
+
+BAD = {
+    "no folder": (lambda path: None, "no such file or folder"),
+    "empty folder": (empty_folder, "no file of a load trace"),
+    "no bytes": (no_bytes, "is empty: 0 bytes"),
+    "cut": (cut, "not a whole Parquet file"),
+    "foreign": (with_table(pa.table({"a": [1]})), "not of a load trace"),
+    "other metadata": (with_table(replaced(SCHEMA_NAME, "somebody.else")), "not of a load trace"),
+    "other version": (with_table(replaced('"version": 1', '"version": 99')), "version 99.*reads version 1"),
+    "impossible sizes": (with_table(replaced('"ep_size": 2', '"ep_size": 4')), "impossible or missing sizes"),
+    "unknown table": (with_table(replaced('"layers"', '"lawyers"')), "a table 'lawyers'"),
+    "missing column": (
+        with_table(good_table().drop_columns(["rank_load", "copies"])),
+        "lacks columns.*copies, rank_load",
+    ),
+    "other type": (
+        with_table(good_table().set_column(0, "step", pa.array([1.0] * 3))),
+        "other types.*step is double, not int32",
+    ),
+    "two traces": (mixed, "of another trace"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_traces_are_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    make, message = BAD[name]
+    make(tmp_path / "trace")
+    with pytest.raises(TraceError, match=message):
+        open_trace(tmp_path / "trace")
+
+
+def test_a_row_that_is_not_there(tmp_path: Path) -> None:
+    write(tmp_path, rows(10), rows(20))
+    with pytest.raises(TraceError, match=r"no row of step 11, layer 0.*recorded steps near that are 10, 20"):
+        open_trace(tmp_path).load(11, 0)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("a file")
+    with pytest.raises(TraceError, match="cannot write"):
+        TraceWriter(tmp_path / "trace", INFO)
+
+
+def test_any_reader_of_parquet_sees_the_documented_columns(tmp_path: Path) -> None:
+    write(tmp_path, rows(1))
+    (file,) = tmp_path.glob("*.parquet")
+    page = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
+    table = pq.read_table(file)
+    assert table.schema.names == LAYERS_SCHEMA.names
+    assert [name for name in table.schema.names if f"`{name}`" not in page] == []
