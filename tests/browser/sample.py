@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from equipoise.observe.schema import PHASES, TraceInfo
-from equipoise.observe.tables import LayerRows
-from equipoise.observe.writer import TraceWriter
 
 from equipoise.balance.planner import plan_loads
 from equipoise.balance.protocol import PlannerSettings
+from equipoise.observe.schema import PHASES, TraceInfo
+from equipoise.observe.tables import LayerRows
+from equipoise.observe.writer import TraceWriter
 
 LAYERS, RANKS, EXPERTS, TOP_K, SLOTS = 12, 8, 64, 8, 2
 
