@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleRun]:
     """The same loads without balancing and with it."""
-    folder = tmp_path_factory.mktemp("runs")
+    folder = tmp_path_factory.mktemp("sample") / "runs"
     steps = list(range(1, 81))
     made = {"off": make_run(folder / "off", steps, balanced=False), "balanced": make_run(folder / "balanced", steps)}
     write_profile(made["balanced"].path)
@@ -51,10 +51,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleRun]:
 
 
 @contextmanager
-def viewing(*arguments: str | Path) -> Iterator[str]:
-    """The address of `equipoise view` with these arguments, which ends with the block."""
+def viewing(*arguments: str | Path, cwd: Path | None = None) -> Iterator[str]:
+    """The address of `equipoise view` with these arguments, run in the folder `cwd`; it ends with the block."""
     command = [sys.executable, "-m", "equipoise", "view", "--port", "0", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
     deadline = threading.Timer(60, process.kill)
     deadline.start()
     try:
@@ -76,7 +76,8 @@ def viewing(*arguments: str | Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def address(runs: dict[str, SampleRun]) -> Iterator[str]:
-    with viewing(runs["balanced"].path, runs["off"].path) as opened:
+    folder = runs["off"].path.parent
+    with viewing(f"{folder.name}/balanced", f"{folder.name}/off", cwd=folder.parent) as opened:
         yield opened
 
 
@@ -102,6 +103,10 @@ class Looker:
     def wait(self, drawn: int = 0) -> None:
         """Until more than `drawn` views have been drawn."""
         self.page.wait_for_function(f"() => Number(document.body.dataset.drawn || 0) > {drawn}", timeout=20_000)
+
+    def leave(self) -> None:
+        """Before the server ends, which the page would report."""
+        self.page.goto("about:blank")
 
     @property
     def drawn(self) -> int:

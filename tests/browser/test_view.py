@@ -166,6 +166,7 @@ def test_the_page_follows_a_run_that_goes_on(look: Looker, tmp_path: Path) -> No
         look.page.wait_for_function("() => document.getElementById('imbalance').data[0].x.length === 5", timeout=20_000)
         assert look.tile("optimizer step") == 5
         assert look.data("loss")[0]["x"] == [1, 2, 3, 4, 5]
+        look.leave()
 
 
 WRITER = """
@@ -208,6 +209,7 @@ def test_after_kill_9_in_the_middle_of_a_file_the_complete_ones_are_shown(look: 
         assert look.tile("optimizer step") == 1
         look.go("view=layer&run=0&layer=0")
         assert look.tile("imbalance before") > 1
+        look.leave()
 
 
 def test_an_exported_file_shows_the_same_without_a_server(look: Looker, runs: Runs, tmp_path: Path) -> None:
@@ -247,6 +249,7 @@ def test_names_of_folders_are_text_and_not_markup(look: Looker, tmp_path: Path) 
         look.open(f"{opened}#view=compare")
         assert look.page.locator("img").count() == 0
         assert "<img" in look.page.locator("#run option").first.text_content()
+        look.leave()
     command = [sys.executable, "-m", "equipoise", "view", str(folder), "--export", str(file)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     look.open(file.as_uri())

@@ -1,5 +1,6 @@
 """One HTML file with everything that a viewer shows of some runs, to hand on."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -51,7 +52,8 @@ def export(runs: Runs, path: Path) -> int:
         partial.write_bytes(content)
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise EquipoiseError(
             f"cannot write {path}: {error.strerror or error}; choose another --export FILE.html"
         ) from error

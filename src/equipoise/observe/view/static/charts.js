@@ -43,6 +43,14 @@ function line(name, x, y, color, style = {}) {
     connectgaps: true, hovertemplate: "step %{x}<br>%{y:.4~g}<extra>%{fullData.name}</extra>" };
 }
 
+// Steps from the first to the last of all series, so that figures beside each other agree.
+function stepAxis(traces) {
+  const steps = traces.flatMap((trace) => [trace.x[0], trace.x[trace.x.length - 1]]);
+  const [first, last] = [Math.min(...steps), Math.max(...steps)];
+  const room = Math.max(0.5, 0.015 * (last - first));
+  return axis("optimizer step", { range: [first - room, last + room] });
+}
+
 function perPoint(size, what) { return size > 1 ? `each point: ${what} of ${size} steps` : ""; }
 
 // Bars on top of each other in one trace, which stays quick with thousands of them.
@@ -60,15 +68,16 @@ function stack(pieces, numRanks, mastersPerRank, axes) {
     columns.base.push(height[rank]);
     columns.color.push(Theme.rank(home, numRanks, (order[rank] % 2) * 0.75));
     columns.pattern.push(home === rank ? "" : "/");
-    columns.text.push(rows > 0.045 * highest ? String(expert) : "");
+    columns.text.push(rows > 0.05 * highest ? String(expert) : "");
     columns.data.push([expert, home, home === rank ? "master" : "replica"]);
     height[rank] += rows;
     order[rank] += 1;
   });
   return { type: "bar", x: columns.x, y: columns.y, base: columns.base, text: columns.text, customdata: columns.data, ...axes,
-    textposition: "inside", insidetextanchor: "middle", textangle: 0, textfont: { size: 10, color: "#fff" }, width: 0.82,
+    textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none",
+    textfont: { size: 10, color: "#fff" }, width: 0.82,
     marker: { color: columns.color, line: { color: Theme.color("card"), width: 0.6 },
-      pattern: { shape: columns.pattern, fgcolor: Theme.color("card"), fgopacity: 0.65, size: 6, solidity: 0.25 } },
+      pattern: { shape: columns.pattern, fillmode: "overlay", fgcolor: Theme.color("card"), fgopacity: 0.55, size: 7, solidity: 0.22 } },
     hovertemplate: "expert %{customdata[0]} (%{customdata[2]}, home rank %{customdata[1]})<br>rank %{x}: %{y:,} rows<extra></extra>" };
 }
 
@@ -83,12 +92,15 @@ function rankAxis(title, numRanks, more = {}) {
 }
 
 // A square of rows by [y rank, x rank], with its numbers where there is room for them.
-function square(id, z, titles, largest) {
+function square(id, z, titles, largest, showsZeros = true) {
   const numRanks = z.length;
   const trace = { type: "heatmap", z, colorscale: Theme.rowsScale(), zmin: 0, zmax: largest || 1, xgap: 1, ygap: 1,
     colorbar: { thickness: 10, outlinewidth: 0, title: { text: "rows", side: "right" } },
     hovertemplate: `${titles.y} %{y}, ${titles.x} %{x}<br>%{z:,} rows<extra></extra>` };
-  if (numRanks <= 10) Object.assign(trace, { text: z, texttemplate: "%{text:,}", textfont: { size: 11 } });
+  if (numRanks <= 10) {
+    const text = z.map((row) => row.map((rows) => (rows || showsZeros ? rows.toLocaleString("en-US") : "")));
+    Object.assign(trace, { text, texttemplate: "%{text}", textfont: { size: 11 } });
+  }
   draw(id, [trace], layout(rankAxis(titles.x, numRanks, { range: [-0.5, numRanks - 0.5], showgrid: false }),
     rankAxis(titles.y, numRanks, { range: [numRanks - 0.5, -0.5], showgrid: false })));
 }

@@ -1,6 +1,8 @@
 // Two runs beside each other.
 "use strict";
 
+const DASH = { a: {}, b: { dash: "dash" } }; // so that equal curves can both be seen
+
 const FIGURES = [
   ["last step", "step", number, null],
   ["loss, nats per token (last)", "loss", fixed, "lower"],
@@ -29,14 +31,14 @@ function showCompare(runs, chosen, data) {
     return [title, cell("a", x), cell("b", y), known ? fixed(y / x) : ""];
   }), "Neither run has recorded anything yet.");
   const names = { a: `A: ${runs[chosen.a].name}`, b: `B: ${runs[chosen.b].name}` };
-  const series = (field) => ["a", "b"].map((side) => [names[side], data[side].curves, field, Theme.color(side)]);
+  const series = (field) => ["a", "b"].map((side) => [names[side], data[side].curves, field, Theme.color(side), DASH[side]]);
   showCurve("compare-loss", series("loss"), "nats per token");
   showCurve("compare-throughput", series("tokens_per_second"), "tokens/s", null, { rangemode: "tozero" });
   for (const which of ["before", "after"]) {
     const known = ["a", "b"].filter((side) => data[side].imbalance && data[side].imbalance[which]);
-    const traces = known.map((side) => line(names[side], data[side].imbalance.step, data[side].imbalance[which], Theme.color(side)));
+    const traces = known.map((side) => line(names[side], data[side].imbalance.step, data[side].imbalance[which], Theme.color(side), DASH[side]));
     if (!traces.length) drawNothing(`compare-${which}`, "Not recorded in either run.");
-    else draw(`compare-${which}`, traces, layout(axis("optimizer step"), axis(RATIO), { showlegend: true }));
+    else draw(`compare-${which}`, traces, layout(stepAxis(traces), axis(RATIO), { showlegend: true }));
   }
   showCompareLayers(names, data);
 }

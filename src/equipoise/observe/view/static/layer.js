@@ -27,10 +27,10 @@ function showLayer(run, data, goTo) {
     ["imbalance before", fixed(ratio(data.rank_load)), ratio(data.rank_load), "before"],
     ["imbalance after", fixed(ratio(data.rank_load_after)), ratio(data.rank_load_after), "after"],
     ["rows per rank, mean", number(Math.round(mean)), mean],
-    ["rows of the fullest rank, before", number(largestOf(data.rank_load)), largestOf(data.rank_load), "before"],
-    ["rows of the fullest rank, after", number(largestOf(data.rank_load_after)), largestOf(data.rank_load_after), "after"],
+    ["fullest rank, before", number(largestOf(data.rank_load)), largestOf(data.rank_load), "before"],
+    ["fullest rank, after", number(largestOf(data.rank_load_after)), largestOf(data.rank_load_after), "after"],
     ["replicas", number(data.copies), data.copies],
-    ["weights copied, one way", bytes(data.copied_bytes), data.copied_bytes],
+    ["weights copied", bytes(data.copied_bytes), data.copied_bytes],
   ]);
   showStacks(data, mean);
   showReplicas(data);
@@ -79,7 +79,7 @@ function showReplicas(data) {
   showTable("replicas", ["replica of", "home rank", "hosted by rank", "rows computed"], rows, "No replicas: every expert is at home.");
   if (!data.hosted) drawNothing("hosted", "Too many ranks to draw.");
   else if (!rows.length) drawNothing("hosted", "No replicas: every expert is at home.");
-  else square("hosted", data.hosted, { x: "hosting rank", y: "home rank" }, largestOf(data.hosted.flat()));
+  else square("hosted", data.hosted, { x: "hosting rank", y: "home rank" }, largestOf(data.hosted.flat()), false);
 }
 
 function showTraffic(data) {

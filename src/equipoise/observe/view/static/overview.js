@@ -43,15 +43,15 @@ function showOverview(run, data, goTo) {
   showProfiles(data.profiles);
 }
 
-// Series of [name, curves, field, colour]; held-out loss as marks.
+// Series of [name, curves, field, colour, style]; held-out loss as marks.
 function showCurve(id, series, title, held = null, more = {}) {
-  const traces = series.filter(([, curves, field]) => curves[field]).map(([name, curves, field, color]) =>
-    line(name, curves.step, curves[field], color));
+  const traces = series.filter(([, curves, field]) => curves[field]).map(([name, curves, field, color, style]) =>
+    line(name, curves.step, curves[field], color, style));
   if (held && held.step.length) {
     traces.push({ ...line("held out", held.step, held.value, Theme.color("before"), { mode: "lines+markers", width: 1, dash: "dot" }) });
   }
   if (!traces.length) return drawNothing(id, "Not recorded in this run.");
-  return draw(id, traces, layout(axis("optimizer step"), axis(title, more), { showlegend: traces.length > 1 }));
+  return draw(id, traces, layout(stepAxis(traces), axis(title, more), { showlegend: traces.length > 1 }));
 }
 
 function showImbalance(data) {
@@ -68,7 +68,7 @@ function showImbalance(data) {
     traces.push(line("after: worst layer", data.step, data.worst_after, after, { dash: "dot", width: 1.2, opacity: 0.75 }),
       line("after: mean of layers", data.step, data.after, after));
   }
-  return draw("imbalance", traces, layout(axis("optimizer step"), axis(RATIO, { rangemode: "normal" }),
+  return draw("imbalance", traces, layout(stepAxis(traces), axis(RATIO),
     { showlegend: true, margin: { l: 58, r: 14, t: 28, b: 44 } }));
 }
 

@@ -39,7 +39,7 @@ const Theme = {
 
   // Colour of a rank's experts; `shade` from 0 to 1 tells neighbours in a stack apart.
   rank(rank, numRanks, shade = 0) {
-    const hues = [[211, 62], [32, 80], [152, 48], [345, 62], [268, 45], [186, 60], [52, 75], [315, 45], [95, 45], [12, 60]];
+    const hues = [[211, 62], [32, 80], [152, 48], [345, 62], [268, 45], [186, 60], [48, 62], [315, 45], [95, 45], [12, 60]];
     const [hue, saturation] = numRanks <= hues.length ? hues[rank] : [(360 * rank) / numRanks, 58];
     const light = this.name === "dark" ? 62 - 16 * shade : 46 + 18 * shade;
     return `hsl(${hue.toFixed(0)}, ${saturation}%, ${light.toFixed(0)}%)`;
