@@ -21,11 +21,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+
+from equipoise.bench.results import results_folder, write_results
 from equipoise.observe.schema import TraceInfo
 from equipoise.observe.tables import LayerRows
 from equipoise.observe.writer import TraceWriter
-
-from equipoise.bench.results import results_folder, write_results
 
 DRILLDOWNS = ((0, 1), (17, 5000), (59, 10_000), (30, 7777), (3, 42))
 DRAWN = "() => Number(document.body.dataset.drawn || 0)"

@@ -149,12 +149,12 @@ def picture(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """Takes a screenshot of the whole page; returns its bytes, and renews the documents' where that was asked for."""
     folder = request.config.getoption("--screenshots", default=None)
 
-    def take(looker: Looker, name: str) -> bytes:
+    def take(looker: Looker, name: str | None) -> bytes:
         looker.page.mouse.move(0, 0)
         looker.page.evaluate("() => window.scrollTo(0, 0)")
         looker.page.add_style_tag(content="header { position: static !important } #status { visibility: hidden }")
         content = looker.page.screenshot(full_page=True)
-        if folder is not None:
+        if folder is not None and name is not None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name}.png").write_bytes(content)
         return content

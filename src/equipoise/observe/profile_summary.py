@@ -84,9 +84,11 @@ def flatten(intervals: Iterable[Interval]) -> list[Interval]:
     return pieces
 
 
-def divide(intervals: Sequence[Interval], windows: Sequence[tuple[float, float]]) -> tuple[Counter[str], float, float]:
+def divide(
+    intervals: Sequence[Interval], windows: Sequence[tuple[float, float]]
+) -> tuple[dict[str, float], float, float]:
     """Exposed time of each label, time with several labels at once, and time with none, inside the windows."""
-    exposed: Counter[str] = Counter()
+    exposed: dict[str, float] = defaultdict(float)
     overlapped = idle = 0.0
     changes = sorted(
         [(start, 1, label) for start, _, label in intervals] + [(end, -1, label) for _, end, label in intervals]
@@ -198,7 +200,7 @@ def summarize_trace(trace: Mapping[str, Any]) -> ProfileSummary:
     steps, scale = len(windows), 1e-3 / len(windows)
     step_us = sum(last - first for first, last in windows)
 
-    host_us: Counter[str] = Counter()
+    host_us: dict[str, float] = defaultdict(float)
     for pieces in host.pieces.values():
         for start, end, label in pieces:
             host_us[label] += _clipped(start, end, windows)
@@ -214,13 +216,13 @@ def summarize_trace(trace: Mapping[str, Any]) -> ProfileSummary:
             where = launched.get(event.get("args", {}).get("correlation"))
             phase = None if where is None else host.at(*where)
             device.append(_interval(event, "other" if phase is None else phase.rstrip(">")))
-    exposed, overlapped, idle = divide(device, windows) if device else (Counter(), 0.0, 0.0)
+    exposed, overlapped, idle = divide(device, windows) if device else (defaultdict(float), 0.0, 0.0)
     phases = {
         phase: PhaseTime(
             host_us[phase] * scale,
             host_us[f"{phase}>"] * scale,
             _union([i for i in device if i[2] == phase], windows) * scale,
-            exposed[phase] * scale,
+            exposed.get(phase, 0.0) * scale,
         )
         for phase in PHASES
     }
@@ -230,7 +232,7 @@ def summarize_trace(trace: Mapping[str, Any]) -> ProfileSummary:
         has_device=bool(device),
         phases=phases,
         other_host_ms=(step_us - sum(host_us.values())) * scale,
-        other_device_ms=exposed["other"] * scale,
+        other_device_ms=exposed.get("other", 0.0) * scale,
         overlapped_ms=overlapped * scale,
         idle_ms=idle * scale,
     )

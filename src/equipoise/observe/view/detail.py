@@ -50,6 +50,7 @@ def _home_stack(load_PE: np.ndarray, info: TraceInfo) -> dict[str, list[int]]:
 def _delivered_stack(load: LayerLoad, info: TraceInfo) -> dict[str, list[int]]:
     """Rows of each physical expert on its rank."""
     assert load.delivered_Pm is not None
+    assert load.slot_expert_PR is not None
     physical_Pm = np.concatenate(
         [np.arange(info.num_experts).reshape(info.ep_size, -1), load.slot_expert_PR], axis=1, dtype=np.int64
     )

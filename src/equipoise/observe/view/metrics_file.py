@@ -45,8 +45,9 @@ class MetricsFile:
 
     def layers(self, name: str) -> np.ndarray | None:
         """float64 [records, layers] of a list under `layers`; None unless every record has it, all equally long."""
-        rows = [(record.get("layers") or {}).get(name) for record in self.records]
-        if not rows or any(not isinstance(row, list) or len(row) != len(rows[0]) for row in rows):
+        found = [(record.get("layers") or {}).get(name) for record in self.records]
+        rows = [row for row in found if isinstance(row, list)]
+        if not rows or len(rows) < len(found) or len({len(row) for row in rows}) > 1:
             return None
         return np.array([[_number(x) for x in row] for row in rows], np.float64)
 
