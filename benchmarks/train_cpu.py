@@ -2,7 +2,9 @@
 
 Every variant trains the same model on the same token stream with AdamW, FP32, one thread per process, each process
 pinned to a core of its own. All variants are started and warmed up, then they take turns step by step while the others
-sleep, so that a change of the machine's speed meets all of them; a variant's figure is its median step.
+sleep, every other turn in reverse order, so that a change of the machine's speed meets all of them. A ratio is the
+median over turns of the ratio of two steps of the same turn: speeds of shared machines drift by more than what is
+measured, and steps of one turn are seconds apart.
 
 Our variants train with the aux-loss-free selection bias on, and its first steps are warm-up; sequences are short and
 many, because the tokens of one sequence are routed alike. An untrained router sends up to 30 % more tokens to one rank
@@ -42,8 +44,8 @@ MODEL = {
 }
 SEQUENCES, LENGTH, WARM_UP, LR = 32, 64, 12, 1e-4
 TOKENS = SEQUENCES * LENGTH
-VARIANTS = {"ep2": 2, "one process": 1, "transformers eager": 1, "transformers grouped_mm": 1}
-"""Processes of each variant."""
+VARIANTS = {"ep2": 2, "one process": 1, "transformers grouped_mm": 1, "transformers eager": 1}
+"""Processes of each variant; those that are compared stand side by side."""
 
 
 def batch(step: int):
@@ -216,7 +218,8 @@ def run_all(steps: int) -> dict[str, dict]:
         variants = [Variant(name, steps, Path(folder)) for name in VARIANTS]
         try:
             for step in range(WARM_UP + steps):
-                times = [f"{v.name} {v.take_turn():.2f} s" for v in variants]
+                turn = variants if step % 2 else variants[::-1]
+                times = [f"{v.name} {v.take_turn():.2f} s" for v in turn]
                 print(f"step {step + 1}/{WARM_UP + steps}: " + ", ".join(times), flush=True)
             return {v.name: v.finish() for v in variants}
         finally:
@@ -252,11 +255,14 @@ def main() -> None:
             if key in result:
                 row[key] = result[key]
         rows.append(row)
-    rate = {row["variant"]: row["tokens_per_second"] for row in rows}
-    best_transformers = max(v for k, v in rate.items() if k.startswith("transformers"))
+
+    def ratio(slow: str, fast: str) -> float:
+        """How many times as fast `fast` is."""
+        return statistics.median(a / b for a, b in zip(runs[slow]["seconds"], runs[fast]["seconds"], strict=True))
+
     summary = {
-        "ep2_speedup": rate["ep2"] / rate["one process"],
-        "over_transformers": rate["one process"] / best_transformers,
+        "ep2_speedup": ratio("one process", "ep2"),
+        "over_transformers": min(ratio(name, "one process") for name in VARIANTS if name.startswith("transformers")),
         "dispatch_share_ep2": rows[0]["time_shares"]["dispatch"],
         "imbalance_ep2": rows[0]["imbalance"],
         "model": MODEL,

@@ -1,8 +1,9 @@
 """Training speed on one accelerator: a Qwen3-30B-A3B-shaped model at the depth that fits, ours against transformers'.
 
 Both train on the same random tokens with AdamW at BF16 compute, a step at a time, in processes of their own; every
-variant's figure is its median step. Ours keeps FP32 master weights and moments, as the trainer does; transformers'
-model and moments are BF16, which is less work. transformers runs with `grouped_mm` experts and PyTorch's fused
+variant's figure is its median step. Ours keeps FP32 master weights and moments, as the trainer does. transformers'
+model and moments are BF16, which is less work, or, in the variant "FP32 weights", FP32 with BF16 compute through FSDP2,
+which is the same work. It runs with `grouped_mm` experts and PyTorch's fused
 attention, compiled in two ways: the whole model, and layer by layer with the loss apart, so that its causal mask is
 made outside of compiled code, where it can be left out. The faster of the two counts. Each variant splits a step's
 sequences into the microbatches that fit its memory.
@@ -38,7 +39,12 @@ MODEL = {
 }
 """Qwen3-30B-A3B's config.json, but for the depth."""
 LENGTH, WARM_UP, LR = 4096, 3, 1e-5
-VARIANTS = ("equipoise", "transformers, model compiled", "transformers, layers compiled")
+VARIANTS = (
+    "equipoise",
+    "transformers, layers compiled, FP32 weights",
+    "transformers, layers compiled",
+    "transformers, model compiled",
+)
 
 
 def batch(step: int, sequences: int, device):
@@ -126,8 +132,8 @@ def run_equipoise(options: argparse.Namespace) -> dict:
         }
 
 
-def run_transformers(options: argparse.Namespace, by_layer: bool) -> dict:
-    """The same model as transformers builds it, compiled, in a plain training loop."""
+def run_transformers(options: argparse.Namespace, by_layer: bool, masters: bool) -> dict:
+    """The same model as transformers builds it, compiled, in a plain training loop. `masters`: FP32 weights."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -140,22 +146,36 @@ def run_transformers(options: argparse.Namespace, by_layer: bool) -> dict:
         attn_implementation="sdpa",
     )
     config._experts_implementation = "grouped_mm"
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(torch.float32 if masters else torch.bfloat16)
     with torch.device(torch.accelerator.current_accelerator()):
         model = Qwen3MoeForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     device = next(model.parameters()).device
+    if masters:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        torch.distributed.init_process_group(device_id=torch.device(device.type, 0))
+        mesh = torch.distributed.init_device_mesh(device.type, (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     losses = []
 
-    def head_loss(hidden, labels):
-        logits = model.lm_head(hidden).float()
+    def head_loss(hidden, weight, labels):
+        logits = torch.nn.functional.linear(hidden, weight).float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def forward(ids, labels):
+        return head_loss(model.model(input_ids=ids).last_hidden_state, model.lm_head.weight, labels)
 
     if by_layer:
         for layer in model.model.layers:
             layer.compile()
         head_loss = torch.compile(head_loss)
+        if masters:  # FSDP gathers the head for a forward of the whole model
+            model.forward = forward
+            forward = model
     else:
         whole = torch.compile(model)
 
@@ -163,10 +183,7 @@ def run_transformers(options: argparse.Namespace, by_layer: bool) -> dict:
         ids, labels = batch(index, options.sequences, device)
         total = 0.0
         for i, k in zip(ids.split(options.micro), labels.split(options.micro)):
-            if by_layer:
-                loss = head_loss(model.model(input_ids=i).last_hidden_state, k)
-            else:
-                loss = whole(input_ids=i, labels=k, shift_labels=k).loss
+            loss = forward(i, k) if by_layer else whole(input_ids=i, labels=k, shift_labels=k).loss
             loss = loss * len(i) / len(ids)
             loss.backward()
             total += loss.detach()
@@ -216,7 +233,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.work:
         is_ours = options.work == "equipoise"
-        result = run_equipoise(options) if is_ours else run_transformers(options, "layers" in options.work)
+        kind = "layers" in options.work, "FP32" in options.work
+        result = run_equipoise(options) if is_ours else run_transformers(options, *kind)
         options.out.write_text(json.dumps(result))
         return
     import torch
@@ -237,8 +255,10 @@ def main() -> None:
         return
     name = torch.get_device_module().get_device_name()
     peak = peak_flops(name, torch.bfloat16)
+    same_work = rates.get("transformers, layers compiled, FP32 weights")
     summary = {
         "over_transformers": rates["equipoise"] / max(rate for v, rate in rates.items() if v != "equipoise"),
+        "over_transformers_fp32_weights": rates["equipoise"] / same_work if same_work else None,
         "mfu": rates["equipoise"] * rows[0]["flops_per_token"] / peak if peak else None,
         "model": MODEL | {"num_hidden_layers": options.layers},
         "tokens_per_step": tokens,

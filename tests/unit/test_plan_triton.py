@@ -118,7 +118,7 @@ def test_sizes_beyond_the_kernel_are_planned_by_tensors(monkeypatch) -> None:
     monkeypatch.setattr("equipoise.kernels.plan.triton_problem", lambda device_type: None)
     assert plan_problem("cuda", 64, 512, 2) is None
     assert "256 ranks" in str(plan_problem("cuda", 512, 512, 1))
-    assert "pairs" in str(plan_problem("cuda", 256, 256, 64))
+    assert "4096 slots" in str(plan_problem("cuda", 256, 256, 64))
     monkeypatch.setattr(device_planner, "plan_problem", lambda *sizes: "a reason")
     load_PE, chosen = skewed(3, 6, 15), PlannerSettings(1, 0.0)
     assert differing(DevicePlanner()(load_PE, 1, chosen), reference(load_PE, 1, chosen)) == []

@@ -63,7 +63,7 @@ def test_permutation_equals_the_sort(T: int, K: int, E: int, kind: str) -> None:
 
 
 def test_many_blocks_are_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reroute_triton, "MOST_UNSCANNED_BLOCKS", 1)
+    monkeypatch.setattr(reroute_triton, "MOST_UNSCANNED_COUNTS", 1)
     ids = random_ids(601, 3, 6, "dropped")
     assert_equal(triton_permutation(ids, 6), plain_permutation(ids, 6), ids)
     plan = random_plan(ids, 6, 3, 2, 1)

@@ -1,7 +1,7 @@
 """Extends the table of tile sizes: every candidate is compiled in parallel, then timed in turns."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from equipoise.bench.expert_kernels import (
 )
 from equipoise.bench.kernel_timing import gpu, interleaved_medians
 from equipoise.kernels.grouped_gemm import run_wgrad, swiglu_backward_into, swiglu_forward_into
-from equipoise.kernels.tuning import Block, read_table, table_entry, write_table
+from equipoise.kernels.tuning import KERNELS, Block, read_table, table_entry, write_table
 
 WIDE = Block(columns=256)
 DEEP = replace(WIDE, stages=4, split=True)
@@ -36,18 +36,22 @@ GEMM = (
     replace(DEEP, group=4),
     DEEP,
 )
+PAIR = Block(warps=4, split=True, programs=2)
+SHALLOW = replace(PAIR, depth=32, stages=4)
 WGRAD = (
-    WIDE,
-    replace(DEEP, group=4),
-    replace(DEEP, group=16),
-    replace(DEEP, snake=True),
-    Block(stages=4),
-    replace(WIDE, flatten=True, split=True, reduce=True, snake=True),
-    replace(DEEP, flatten=True, apart=True),
-    replace(DEEP, flatten=True, apart=True, snake=True, group=4),
-    replace(DEEP, flatten=True, apart=True, snake=True, group=16),
+    replace(DEEP, group=16, snake=True),
+    PAIR,
+    SHALLOW,
+    replace(SHALLOW, group=4),
+    replace(SHALLOW, flatten=True),
+    replace(SHALLOW, reduce=True),
+    replace(SHALLOW, reduce=True, group=16),
+    replace(SHALLOW, stages=5, reduce=True, group=16, snake=True),
+    replace(SHALLOW, stages=6),
+    replace(SHALLOW, stages=6, group=4),
+    replace(SHALLOW, rows=64, programs=3),
     replace(WIDE, grouped_mm=True),
-    replace(WIDE, grouped_mm=True, reduce=True),
+    replace(SHALLOW, grouped_mm=True, reduce=True),
 )
 SWIGLU_FORWARD = (Block(), Block(fused=True), Block(fused=True, flatten=True), Block(fused=True, group=16))
 SWIGLU_BACKWARD = (
@@ -75,8 +79,12 @@ class Job(NamedTuple):
     run: Callable[[], object]
 
 
-def jobs(shape: Shape, load: str, num_rows: int | None = None) -> Iterator[Job]:
-    """All candidates; `num_rows` cuts the rows, where only compiling is wanted."""
+def jobs(shape: Shape, load: str, kernels: Collection[str], num_rows: int | None = None) -> Iterator[Job]:
+    """All candidates of `kernels`; `num_rows` cuts the rows, where only compiling is wanted."""
+    return (job for job in _all_jobs(shape, load, num_rows) if job.kernel in kernels)
+
+
+def _all_jobs(shape: Shape, load: str, num_rows: int | None) -> Iterator[Job]:
     from equipoise.kernels import grouped_launch_triton as launch
 
     M, S, D, inner = shape.masters, shape.slots, shape.features, shape.inner
@@ -108,11 +116,11 @@ def jobs(shape: Shape, load: str, num_rows: int | None = None) -> Iterator[Job]:
         yield Job("swiglu_backward", D, inner, b, run)
 
 
-def _compile_part(shapes: Sequence[Shape], part: int, parts: int) -> None:
+def _compile_part(shapes: Sequence[Shape], kernels: Collection[str], part: int, parts: int) -> None:
     """Compiles every `parts`-th candidate into Triton's cache on disk."""
     index = 0
     for shape in shapes:
-        for job in jobs(shape, "balanced", 2):
+        for job in jobs(shape, "balanced", kernels, 2):
             index += 1
             if index % parts == part:
                 _runs(job)
@@ -128,27 +136,29 @@ def _runs(job: Job) -> bool:
     return True
 
 
-def tune(shapes: Sequence[Shape], say: Say) -> None:
+def tune(shapes: Sequence[Shape], say: Say, kernels: Collection[str] = KERNELS) -> None:
     """Writes the best of `CANDIDATES` for each shape, by the geometric mean over loads, into the shipped table."""
     parts = min(os.cpu_count() or 1, 15)
     sizes = list({(shape.features, shape.inner): shape._replace(masters=2, slots=1) for shape in shapes}.values())
     with ProcessPoolExecutor(parts, mp_context=get_context("spawn")) as pool:
-        for future in [pool.submit(_compile_part, sizes, part, parts) for part in range(parts)]:
+        for future in [pool.submit(_compile_part, sizes, kernels, part, parts) for part in range(parts)]:
             future.result()
     say("compiled")
     table = read_table()
     name, capability = gpu().get_device_name(), list(gpu().get_device_capability())
     device = table.setdefault(name, {"capability": capability})
-    for kernels in (("forward", "dgrad", "wgrad"), ("swiglu_forward", "swiglu_backward")):
-        for shape in shapes:
+    for kind in (("forward", "dgrad", "wgrad"), ("swiglu_forward", "swiglu_backward")):
+        chosen = [kernel for kernel in kind if kernel in kernels]
+        for shape in shapes if chosen else ():
             times: dict[tuple[str, int, int], dict[Block, list[float]]] = {}
             for load in LOADS:
-                found = [job for job in jobs(shape, load) if job.kernel in kernels and _runs(job)]
+                found = [job for job in jobs(shape, load, chosen) if _runs(job)]
                 found.sort(key=lambda job: (job.kernel, job.N, job.K))
                 for key, group in groupby(found, key=lambda job: (job.kernel, job.N, job.K)):
                     works = {job.block: job.run for job in group}
                     for block, ms in interleaved_medians(works, rounds=6).items():
                         times.setdefault(key, {}).setdefault(block, []).append(ms)
+                        say(f"  {key} {load} {ms:.4f} ms {table_entry(*key[1:], shape.tokens, block)}")
                 gpu().empty_cache()
             for (kernel, N, K), blocks in times.items():
                 block = min(blocks, key=lambda b: geomean(blocks[b]))

@@ -22,13 +22,18 @@ from equipoise.exit_codes import exit_codes
         "\b\nExamples:\n"
         "  equipoise bench kernels\n"
         "  equipoise bench kernels --quick\n"
-        "  equipoise bench kernels --tune"
+        "  equipoise bench kernels --tune\n"
+        "  equipoise bench kernels --tune --kernels wgrad"
     ),
     short_help="Measure the GPU kernels.",
 )
 def kernels(
     quick: Annotated[bool, typer.Option("--quick", help="A few shapes; writes kernels-DEVICE-quick.json.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Extend the table of tile sizes.")] = False,
+    only: Annotated[
+        str,
+        typer.Option("--kernels", help="With --tune: these alone, separated by commas (forward, dgrad, wgrad, ...)."),
+    ] = "",
     out: Annotated[
         Path | None,
         typer.Option(show_default="benchmarks/results/kernels-DEVICE.json", help="Results file; replaced if there."),
@@ -37,6 +42,12 @@ def kernels(
     with exit_codes():
         import torch
 
+        from equipoise.kernels.tuning import KERNELS
+
+        chosen = [name.strip() for name in only.split(",") if name.strip()]
+        unknown = sorted(set(chosen) - set(KERNELS))
+        if unknown:
+            raise ConfigError(f"--kernels: {', '.join(unknown)} is none of {', '.join(KERNELS)}")
         from equipoise.bench import expert_kernels
         from equipoise.bench.kernel_timing import gpu
         from equipoise.bench.reroute_speed import permute_rows, router_rows
@@ -52,7 +63,7 @@ def kernels(
         if tune:
             from equipoise.bench.kernel_tuning import tune as tune_blocks
 
-            tune_blocks(shapes, say=typer.echo)
+            tune_blocks(shapes, typer.echo, chosen or KERNELS)
         name = gpu().get_device_name()
         rows, summary = expert_kernels.study(shapes, say=typer.echo)
         device = torch.device("cuda")

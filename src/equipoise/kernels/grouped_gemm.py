@@ -80,8 +80,7 @@ def _(rows_RC, masters, slots, bias_MN, bias_SN, offsets_L1, expert_W, row_W, nu
     return rows_RC.new_empty(rows_RC.shape[0], masters.shape[1 if transposed else 2])
 
 
-@torch.library.custom_op("equipoise::dual_wgrad", mutates_args=("out_slots",))
-def _dual_wgrad(
+def _wgrad(
     grad_RN: torch.Tensor,
     rows_RK: torch.Tensor,
     out_slots: torch.Tensor | None,
@@ -137,8 +136,40 @@ def run_wgrad(
     return out
 
 
+@torch.library.custom_op("equipoise::dual_wgrad", mutates_args=("out_slots",))
+def _dual_wgrad(
+    grad_RN: torch.Tensor,
+    rows_RK: torch.Tensor,
+    out_slots: torch.Tensor,
+    offsets_L1: torch.Tensor,
+    order_L: torch.Tensor,
+    num_masters: int,
+    dtype: torch.dtype,
+    add: bool,
+) -> torch.Tensor:
+    return _wgrad(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype, add)
+
+
+@torch.library.custom_op("equipoise::masters_wgrad", mutates_args=())
+def _masters_wgrad(
+    grad_RN: torch.Tensor,
+    rows_RK: torch.Tensor,
+    offsets_L1: torch.Tensor,
+    order_L: torch.Tensor,
+    num_masters: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """An operator of its own: Inductor of torch 2.11 fails on one that changes an argument which is None."""
+    return _wgrad(grad_RN, rows_RK, None, offsets_L1, order_L, num_masters, dtype, False)
+
+
 @_dual_wgrad.register_fake
 def _(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype, add):
+    return rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
+
+
+@_masters_wgrad.register_fake
+def _(grad_RN, rows_RK, offsets_L1, order_L, num_masters, dtype):
     return rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
 
 
@@ -291,11 +322,13 @@ def dual_wgrad(
         out_slots: FP32 [S, N, K]; None where no replica has rows.
         add: whether to add to what `out_slots` holds, rather than replace it.
     """
-    offsets_L1, order_L = tiles.offsets_L1, tiles.order_L
+    offsets_L1, order_L, dtype = tiles.offsets_L1, tiles.order_L, dtype or rows_RK.dtype
     if out_slots is None and order_L.shape[0] > num_masters:
         offsets_L1 = offsets_L1[: num_masters + 1]
         order_L = offsets_L1.diff().argsort(descending=True, stable=True).int()
-    return _dual_wgrad(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype or rows_RK.dtype, add)
+    if out_slots is None:
+        return _masters_wgrad(grad_RN, rows_RK, offsets_L1, order_L, num_masters, dtype)
+    return _dual_wgrad(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype, add)
 
 
 def dual_swiglu_forward(

@@ -8,8 +8,13 @@ import torch
 
 from equipoise.kernels.triton_support import triton_problem
 
-MAX_RANKS, MAX_EXPERTS, MAX_PAIRS = 256, 1024, 2**14
-"""What one warp holds in registers: ranks, experts, and (locals of a rank) x (slots of all ranks), in powers of 2."""
+MAX_RANKS, MAX_EXPERTS, MAX_SLOTS = 256, 1024, 2**12
+"""What one warp holds in registers: ranks, experts, and slots of all ranks."""
+
+FINISHER_LOCALS = 2
+"""Physical experts of one program that writes the plan, a power of 2."""
+MAX_OWN_SUMS = 1024
+"""Largest load matrix that every candidate adds up by itself."""
 
 
 def _padded(count: int) -> int:
@@ -23,9 +28,8 @@ def plan_problem(device_type: str, num_ranks: int, num_experts: int, num_slots: 
         return problem
     if num_ranks > MAX_RANKS or num_experts > MAX_EXPERTS:
         return f"the plan kernel takes up to {MAX_RANKS} ranks and {MAX_EXPERTS} experts"
-    pairs = _padded(num_experts // num_ranks + num_slots) * _padded(num_ranks * num_slots)
-    if pairs > MAX_PAIRS:
-        return f"the plan kernel takes up to {MAX_PAIRS} pairs of a rank's physical expert and a slot, not {pairs}"
+    if num_ranks * num_slots > MAX_SLOTS:
+        return f"the plan kernel takes up to {MAX_SLOTS} slots of all ranks, not {num_ranks * num_slots}"
     return None
 
 
@@ -78,7 +82,11 @@ def plan(
     assert workspace.numel() >= 64 + E + num_targets * num_variants * P * R, "the workspace is another problem's"
     out = _outputs(load_PE, num_slots)
     rank_pad = max(_padded(P), 32)  # below a warp's 32 lanes, reductions are slower
-    grid = (-(-E // COLUMNS.value) + num_targets * num_variants + P,)
+    masters_pad = max(_padded(M), 2)  # with an axis of one element, Triton 3.6 compiles wrong code
+    parts = -(-(M + R) // FINISHER_LOCALS)
+    own_sums = P * E <= MAX_OWN_SUMS
+    summers = 0 if own_sums else -(-E // COLUMNS.value)
+    grid = (summers + num_targets * num_variants + 2 * parts * P,)
     plan_kernel[grid](
         load_PE,
         rules_V4,
@@ -95,14 +103,16 @@ def plan(
         R=R,
         DOMAIN=domain_size or P,
         NUM_VARIANTS=num_variants,
+        OWN_SUMS=own_sums,
         HAS_COPY_TIME=copy_tokens > 0,
         P_PAD=rank_pad,
-        M_PAD=_padded(M),
-        L_PAD=_padded(M + R),
-        S_PAD=_padded(P * R),
+        M_PAD=masters_pad,
+        LOCALS=FINISHER_LOCALS,
+        PARTS=parts,
+        S_PAD=max(_padded(P * R), 2),
         RANK_BITS=rank_pad.bit_length() - 1,
         SLOT_BITS=R.bit_length() if R > 1 else 0,
-        MASTER_BITS=_padded(M).bit_length() - 1,
+        MASTER_BITS=masters_pad.bit_length() - 1,
         num_warps=1,
     )
     return out

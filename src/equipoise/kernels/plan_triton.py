@@ -3,15 +3,17 @@
 Programs of one warp in three roles, in order of program id, so that each waits for lower ids only: they are dispatched
 first and wait for nobody higher, hence no deadlock (and Triton's interpreter, which runs one after another, works).
 
-    summers     columns of the load matrix to load_E, 16 each
+    summers     columns of the load matrix to load_E, 16 each; none where the matrix is so small that (OWN_SUMS) every
+                candidate adds up for itself sooner than it would hear from others
     candidates  one (target, rule) each: makes its moves in registers, logs them, offers its key to the best
-    finishers   one per rank: read the winner's log and write that rank's quotas, sends and receives
+    finishers   several per rank: read the winner's log and write quotas and sends, or receives, of a few of that rank's
+                physical experts; a warp takes long over many
 
 Ranks lie along the lanes and all experts of a rank in one lane, so a choice is a reduction of int32 values over one
 warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index share one
 integer and one reduction; otherwise (IS_WIDE) the same code takes two.
 
-Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals, S moves at most.
+Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals (of a finisher: LOCALS), S moves at most.
 """
 
 import triton
@@ -30,6 +32,17 @@ COLUMNS = tl.constexpr(16)
 BEST, SUMMED, ARRIVED, FINISHED, LOAD = (tl.constexpr(16 * k) for k in range(5))
 """Where the workspace (int64) holds what: the best offer and three counters, each on its own cache line, then load_E
 (int32), then the logs (int64 [candidates, S])."""
+
+
+@triton.jit
+def _await(counter_ptr, enough):
+    """Returns once the counter is `enough`, with all that was written before the others raised it.
+
+    Plain reads do not queue up behind each other in the cache as atomic ones do, nor hold up those who count.
+    """
+    while tl.load(counter_ptr, volatile=True) < enough:
+        pass
+    tl.atomic_add(counter_ptr, 0, sem="acquire")
 
 
 @triton.jit
@@ -260,10 +273,12 @@ def plan_kernel(
     R: tl.constexpr,
     DOMAIN: tl.constexpr,
     NUM_VARIANTS: tl.constexpr,
+    OWN_SUMS: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
     P_PAD: tl.constexpr,
     M_PAD: tl.constexpr,
-    L_PAD: tl.constexpr,
+    LOCALS: tl.constexpr,
+    PARTS: tl.constexpr,
     S_PAD: tl.constexpr,
     RANK_BITS: tl.constexpr,
     SLOT_BITS: tl.constexpr,
@@ -271,7 +286,7 @@ def plan_kernel(
 ):
     M: tl.constexpr = E // P
     S: tl.constexpr = P * R
-    SUMMERS: tl.constexpr = (E + COLUMNS - 1) // COLUMNS
+    SUMMERS: tl.constexpr = 0 if OWN_SUMS else (E + COLUMNS - 1) // COLUMNS
     num_candidates = num_targets * NUM_VARIANTS
     load_E_ptr = (workspace_ptr + LOAD).to(tl.pointer_type(tl.int32))
     logs_ptr = workspace_ptr + LOAD + E
@@ -297,11 +312,21 @@ def plan_kernel(
         threshold = tl.where(threshold < 0, min_tokens, threshold)
         fill = tl.load(rules_ptr + variant * 4 + 3)
         step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
-        while tl.atomic_add(workspace_ptr + SUMMED, 0, sem="acquire") < SUMMERS:
-            pass
         rank_1P = tl.arange(0, P_PAD)[None, :]
-        master_M1 = tl.arange(0, M_PAD)[:, None]
-        home_MP = tl.load(load_E_ptr + rank_1P * M + master_M1, mask=(rank_1P < P) & (master_M1 < M), other=0)
+        # Adding a 0 that the compiler does not know hides that masters are neighbours in memory: it would spread them
+        # over the lanes, and the ranks over few.
+        master_M1 = tl.arange(0, M_PAD)[:, None] ^ (num_targets >> 30)
+        expert_MP = rank_1P * M + master_M1
+        is_expert_MP = (rank_1P < P) & (master_M1 < M)
+        if OWN_SUMS:
+            home_MP = tl.zeros([M_PAD, P_PAD], tl.int32)
+            for source in tl.static_range(P):
+                home_MP += tl.load(load_ptr + source * E + expert_MP, mask=is_expert_MP, other=0)
+            if index == 0:
+                tl.store(load_E_ptr + expert_MP, home_MP, mask=is_expert_MP)
+        else:
+            _await(workspace_ptr + SUMMED, SUMMERS)
+            home_MP = tl.load(load_E_ptr + expert_MP, mask=is_expert_MP, other=0)
         load_1P = tl.sum(home_MP, 0, keep_dims=True)
         total = tl.full([], 0, tl.int32)
         for first in tl.static_range(0, P, DOMAIN):
@@ -333,10 +358,16 @@ def plan_kernel(
         tl.debug_barrier()
         tl.atomic_add(workspace_ptr + ARRIVED, 1, sem="release")
     else:
-        this = pid - SUMMERS - num_candidates
-        while tl.atomic_add(workspace_ptr + ARRIVED, 0, sem="acquire") < num_candidates:
-            pass
+        finisher = pid - SUMMERS - num_candidates
+        this = finisher // (2 * PARTS)
+        part = finisher % PARTS
+        _await(workspace_ptr + ARRIVED, num_candidates)
         key = tl.load(workspace_ptr + BEST) ^ KEY_MAX
+        # The one who knows that all have read what the next launch must find at 0 resets it. The key is never
+        # negative; that the count depends on it keeps the order.
+        if tl.atomic_add(workspace_ptr + FINISHED, 1, mask=key >= 0, sem="relaxed") == 2 * PARTS * P - 1:
+            for cell in tl.static_range(4):
+                tl.store(workspace_ptr + cell * 16, tl.zeros([], tl.int64))
         variant = (key & VARIANT_MASK).to(tl.int32)
         copies = ((key >> VARIANT_BITS) & COPIES_MASK).to(tl.int32)
         number = ((key >> (VARIANT_BITS + COPIES_BITS)) & NUMBER_MASK).to(tl.int32)
@@ -354,17 +385,14 @@ def plan_kernel(
 
         moves = (expert_S, slot_S, tokens_S, own_S)
         owns = (expert_S, slot_rank_S, own_S)
-        local_L = tl.arange(0, L_PAD)
+        local_L = part * LOCALS + tl.arange(0, LOCALS)
         is_local_L = local_L < M + R
-        there = _instances(this, local_L, moves, load_ptr, load_E_ptr, P, E, R)
         at_L = this * (M + R) + local_L
-        tl.store(slot_expert_ptr + this * R + local_L - M, there[0], mask=(local_L >= M) & is_local_L)
-        tl.store(quota_ptr + at_L, there[1], mask=is_local_L)
-        tl.store(send_ptr + at_L, _sent(rank, this, there, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
-        here = _instances(rank, local_L, moves, load_ptr, load_E_ptr, P, E, R)
-        tl.store(recv_ptr + at_L, _sent(this, rank, here, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
-
-        tl.debug_barrier()
-        if tl.atomic_add(workspace_ptr + FINISHED, 1, sem="acq_rel") == P - 1:  # everybody has read what is reset
-            for cell in tl.static_range(4):
-                tl.store(workspace_ptr + cell * 16, tl.zeros([], tl.int64))
+        if finisher // PARTS % 2 == 0:
+            there = _instances(this, local_L, moves, load_ptr, load_E_ptr, P, E, R)
+            tl.store(slot_expert_ptr + this * R + local_L - M, there[0], mask=(local_L >= M) & is_local_L)
+            tl.store(quota_ptr + at_L, there[1], mask=is_local_L)
+            tl.store(send_ptr + at_L, _sent(rank, this, there, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
+        else:
+            here = _instances(rank, local_L, moves, load_ptr, load_E_ptr, P, E, R)
+            tl.store(recv_ptr + at_L, _sent(this, rank, here, owns, load_ptr, P, E, P_PAD), mask=is_local_L)

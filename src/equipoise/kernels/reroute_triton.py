@@ -3,8 +3,11 @@
 First launch: how often each block of slots names each expert and, in further programs, the table of instances: physical
 experts in the order in which they take an expert's tokens, each with the place on the line of all sorted tokens where
 its tokens begin. Second launch: each block adds up the counts of the blocks before it, ranks its own slots by comparing
-them with each other, and looks up the instance of the resulting place by bisection. Inputs of hundreds of blocks get a
-third launch between the two, which turns the counts into sums over blocks. Integer arithmetic without atomics.
+them with each other, and looks up the instance of the resulting place by bisection. Where the counts are many, a
+launch between the two turns them into sums over blocks. Integer arithmetic without atomics.
+
+Comparisons lie with the slots that are ranked along the lanes, so that each thread adds up its own slot's: the sum over
+the other axis would cross lanes, which costs more than the comparisons.
 
 Shapes: T tokens, K slots per token, B blocks of slots, E experts (or destinations), P ranks, M masters and R slots per
 rank, J = P * (M + R) physical experts.
@@ -16,8 +19,9 @@ import triton.language as tl
 
 from equipoise.kernels.permute import Permutation
 
-BLOCK_SLOTS = 512
-MOST_UNSCANNED_BLOCKS = 256
+BLOCK_SLOTS = 128
+MOST_UNSCANNED_COUNTS = 8192
+"""Counts (blocks x experts) that every block can add up by itself sooner than a launch of its own would."""
 
 
 @triton.jit
@@ -39,6 +43,7 @@ def _write_instances(
     send_ptr,
     table_ptr,
     expert_start_ptr,
+    total_ptr,
     rank,
     J: tl.constexpr,
     M: tl.constexpr,
@@ -47,7 +52,10 @@ def _write_instances(
     BLOCK_J: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Table [3, J], sorted: begin of each instance on the line, its physical id, and what to add to get the row."""
+    """Table [3, J], sorted: begin of each instance on the line, its physical id, and what to add to get the row.
+
+    After the start of each expert on the line comes the line's length. `total_ptr` gets the sends.
+    """
     p = part * CHUNK + tl.arange(0, CHUNK)
     expert, key = _instance_key(p, slot_expert_ptr, rank, J, M, R, E)
     other = tl.arange(0, BLOCK_J)
@@ -64,6 +72,9 @@ def _write_instances(
     tl.store(table_ptr + J + place, p, mask=p < J)
     tl.store(table_ptr + 2 * J + place, first_row - begin, mask=p < J)
     tl.store(expert_start_ptr + expert, start, mask=(p < J) & (p % (M + R) < M))
+    if part == 0:
+        tl.store(total_ptr + other, send, mask=other < J)
+        tl.store(expert_start_ptr + E, tl.sum(send, 0))
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks", "rank"])
@@ -74,6 +85,7 @@ def _count_kernel(
     send_ptr,
     table_ptr,
     expert_start_ptr,
+    total_ptr,
     num_slots,
     num_blocks,
     rank,
@@ -103,6 +115,7 @@ def _count_kernel(
             send_ptr,
             table_ptr,
             expert_start_ptr,
+            total_ptr,
             rank,
             J,
             M,
@@ -131,7 +144,6 @@ def _scan_kernel(count_ptr, num_blocks, BLOCK_E: tl.constexpr, CHUNK_E: tl.const
 def _place_kernel(
     ids_ptr,
     count_ptr,
-    send_ptr,
     table_ptr,
     expert_start_ptr,
     physical_ptr,
@@ -147,8 +159,7 @@ def _place_kernel(
     IS_SCANNED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    LOG_J: tl.constexpr,
+    LOG4_J: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -170,12 +181,8 @@ def _place_kernel(
             if not HAS_PLAN:
                 total += tl.sum(counts, 0)
     if HAS_PLAN:
-        physical = tl.arange(0, BLOCK_J)
-        send = tl.load(send_ptr + physical, mask=physical < J, other=0)
-        num_valid = tl.sum(send, 0)
+        num_valid = tl.load(expert_start_ptr + E)
         base = before + tl.load(expert_start_ptr + e, mask=e < E, other=0)
-        if block == 0:
-            tl.store(total_ptr + physical, send, mask=physical < J)
     else:
         num_valid = tl.sum(total, 0)
         base = before + tl.cumsum(total, 0) - total
@@ -185,24 +192,28 @@ def _place_kernel(
     slot = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int32)
     is_valid = (expert >= 0) & (expert < E)
-    expert = tl.where(is_valid, expert, -1)
-    place = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, BLOCK, CHUNK):  # slots of this block before each slot, of the same expert
+    same = tl.zeros([BLOCK], tl.int32)
+    for first in tl.static_range(0, BLOCK, CHUNK):  # slots of this block before each slot, of the same expert
         other = block * BLOCK + first + tl.arange(0, CHUNK)
         other_expert = tl.load(ids_ptr + other, mask=other < num_slots, other=-1).to(tl.int32)
-        other_expert = tl.where((other_expert >= 0) & (other_expert < E), other_expert, -1)
-        is_before = (other_expert[None, :] == expert[:, None]) & (other[None, :] < slot[:, None])
-        place += tl.sum(is_before.to(tl.int32), 1)
-    start = tl.gather(base, tl.maximum(expert, 0), 0)
-    place += tl.where(is_valid, start, num_valid + block * BLOCK - tl.sum(before, 0))
+        is_before = (other_expert[:, None] == expert[None, :]) & (other[:, None] < slot[None, :])
+        same += tl.sum(is_before.to(tl.int32), 0)
+    start = tl.gather(base, tl.where(is_valid, expert, 0), 0)
+    invalid = (~is_valid).to(tl.int32)
+    unsorted = num_valid + block * BLOCK - tl.sum(before, 0) + tl.cumsum(invalid, 0) - invalid
+    place = tl.where(is_valid, start + same, unsorted)
 
     row = place
     if HAS_PLAN:
         instance = tl.zeros([BLOCK], tl.int32)
-        for bit in tl.static_range(LOG_J):  # bisection: the last instance that begins at or before the place
-            candidate = instance + (BLOCK_J >> (bit + 1))
-            begin = tl.load(table_ptr + candidate, mask=candidate < J, other=2147483647)
-            instance = tl.where(begin <= place, candidate, instance)
+        for step in tl.static_range(LOG4_J):  # by quarters: the last instance that begins at or before the place
+            passed = tl.zeros([BLOCK], tl.int32)
+            quarter = 4 ** (LOG4_J - 1 - step)
+            for part in tl.static_range(1, 4):
+                candidate = instance + part * quarter
+                begin = tl.load(table_ptr + candidate, mask=candidate < J, other=2147483647)
+                passed += (begin <= place).to(tl.int32)
+            instance += passed * quarter
         shift = tl.load(table_ptr + 2 * J + instance)
         row = tl.where(is_valid, place + shift, place)
         instance_id = tl.load(table_ptr + J + instance)
@@ -232,17 +243,17 @@ def _launch(
     scratch = torch.empty((num_blocks + 1) * block_e, dtype=torch.int32, device=device)
     total = torch.empty(counts_size, dtype=torch.int32, device=device)
     table, start = scratch, scratch  # unused without a plan
-    J, M, R, rank, parts, chunk = 1, 1, 0, 0, 0, 16
+    J, M, R, rank, parts, chunk = 1, 1, 0, 0, 0, 8
     slot_expert, send_J = scratch, scratch
     if plan is not None:
         slot_expert, send_J, num_ranks, rank = plan
         slot_expert, send_J = slot_expert.contiguous(), send_J.contiguous()
         J, M, R = counts_size, num_experts // num_ranks, slot_expert.numel() // num_ranks
-        table = torch.empty(3 * J + num_experts, dtype=torch.int32, device=device)
+        table = torch.empty(3 * J + num_experts + 1, dtype=torch.int32, device=device)
         start = table[3 * J :]
         parts = triton.cdiv(J, chunk)
     block_j = max(triton.next_power_of_2(J), 16)
-    has_plan, is_scanned = plan is not None, num_blocks > MOST_UNSCANNED_BLOCKS
+    has_plan, is_scanned = plan is not None, num_blocks * block_e > MOST_UNSCANNED_COUNTS
     _count_kernel[(num_blocks + parts,)](
         ids_TK,
         scratch,
@@ -250,6 +261,7 @@ def _launch(
         send_J,
         table,
         start,
+        total,
         num_slots,
         num_blocks,
         rank,
@@ -265,11 +277,10 @@ def _launch(
         num_warps=4,
     )
     if is_scanned:
-        _scan_kernel[(block_e // 16,)](scratch, num_blocks, block_e, 16, 128, num_warps=4)
+        _scan_kernel[(block_e // 4,)](scratch, num_blocks, block_e, 4, 512, num_warps=4)
     _place_kernel[(num_blocks,)](
         ids_TK,
         scratch,
-        send_J,
         table,
         start,
         physical_TK,
@@ -285,11 +296,10 @@ def _launch(
         is_scanned,
         BLOCK_SLOTS,
         block_e,
-        block_j,
-        block_j.bit_length() - 1,
-        max(1, min(32, 8192 // block_e)),
+        (J.bit_length() + 1) // 2,
+        max(1, 8192 // block_e),
         32,
-        num_warps=8,
+        num_warps=4,
     )
     return physical_TK, slot_R, row_TK, valid_TK, total
 

@@ -16,9 +16,13 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-@lru_cache
 def triton_problem(device_type: str) -> str | None:
     """None if Triton kernels run on tensors of this device type (`torch.device.type`), otherwise the reason."""
+    return _find_problem(device_type)
+
+
+@lru_cache
+def _find_problem(device_type: str) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device_type == "cpu":
@@ -41,3 +45,9 @@ def use_triton(device: torch.device) -> bool:
     Never on a CPU, where only tests ask for it, by name.
     """
     return device.type != "cpu" and triton_problem(device.type) is None
+
+
+# What `torch.compiler.assume_constant_result` does, without importing the compiler where nothing is compiled: Dynamo
+# asks once instead of tracing into import machinery and drivers.
+for _function in (triton_problem, use_triton):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
