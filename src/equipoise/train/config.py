@@ -13,6 +13,7 @@ from equipoise.distributed.mesh import AxisSizes, ParallelConfig, derive_axes
 from equipoise.errors import ConfigError
 from equipoise.models.config import ModelConfig
 from equipoise.moe.synthetic import SyntheticRoutingConfig, Workload
+from equipoise.observe.config import TraceConfig
 from equipoise.train.metrics import MetricsConfig, refuse_missing_packages
 from equipoise.train.optimizer import OptimizerConfig
 
@@ -59,6 +60,7 @@ class TrainConfig(Config):
     metrics: MetricsConfig = MetricsConfig()
     balance: BalanceConfig | None = None
     synthetic_routing: SyntheticRoutingConfig | None = None
+    trace: TraceConfig | None = None
 
     def check_world(self, world_size: int) -> None:
         """Raises ConfigError when these settings cannot run on `world_size` ranks; needs no process group."""
