@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from trace_rows import INFO, rows
 
 from equipoise import cli
+from equipoise.observe.writer import TraceWriter
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config, parse_config, split_recipe
 from equipoise.train.resolved import to_toml
@@ -182,6 +184,8 @@ def test_python_examples_run(page: str, block: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("A text of some length for a small example.\n" * 2000)
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "runs" / "demo" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with TraceWriter(tmp_path / "runs" / "demo" / "trace", INFO) as trace:
+        trace.write_layers(rows(20))
     environment = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
         [sys.executable, "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120

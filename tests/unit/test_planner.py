@@ -14,6 +14,7 @@ from equipoise.balance.bounds import lower_bound
 from equipoise.balance.cost import advise_slots, break_even_imbalance, tokens_per_copy
 from equipoise.balance.plan import placement_from_copies
 from equipoise.balance.planner_host import plan_load
+from equipoise.balance.planner_numba import plan_batch
 from equipoise.balance.quality import Size, synthetic_loads
 from equipoise.errors import ConfigError, PlanError
 from equipoise.moe.synthetic import Workload
@@ -65,6 +66,37 @@ def test_lists_and_tensors_agree_on_likely_loads(
         placements = plan_loads(load_BE, num_ranks, chosen)
         for number, load_E in enumerate(load_BE):
             assert equal(placements[number], plan_load(load_E, num_ranks, chosen))
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(max_ranks=9))
+def test_the_compiled_form_agrees_with_lists(problem) -> None:
+    load, num_ranks, chosen = problem
+    loads = torch.tensor([load, load[::-1], [0] * len(load)])
+    placements = plan_batch(loads, num_ranks, chosen, num_threads=1)
+    for number, load_E in enumerate(loads):
+        assert equal(placements[number], plan_load(load_E, num_ranks, chosen))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_experts", "copy_tokens"), [(64, 256, 0), (64, 256, 300), (16, 32, 7)])
+def test_the_compiled_form_agrees_on_likely_loads(num_ranks: int, num_experts: int, copy_tokens: int) -> None:
+    loads = synthetic_loads(Size(num_ranks, num_experts, 8), 12, np.random.default_rng(3))
+    load_BE = torch.stack([load_PE.sum(0) for _, load_PE in loads])
+    for slots, domain_size in ((1, 0), (2, 8)):
+        chosen = PlannerSettings(slots, domain_size=domain_size, copy_tokens=copy_tokens)
+        placements = ExactLoadPlanner().plan_batch(load_BE, num_ranks, chosen)
+        for number, load_E in enumerate(load_BE):
+            assert equal(placements[number], plan_load(load_E, num_ranks, chosen))
+
+
+def test_the_compiled_form_refuses_what_the_others_refuse() -> None:
+    for loads, num_ranks, message in (
+        ([[1, -1]], 2, "cannot be negative"),
+        ([[2**31 - 1, 1]], 2, "at most"),
+        ([[1, 2, 3]], 2, "cannot be split"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_batch(torch.tensor(loads), num_ranks, PlannerSettings())
 
 
 @settings(max_examples=15, deadline=None)

@@ -12,33 +12,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from trace_rows import INFO, rows
 
+from equipoise.accelerator import CPUAccelerator
 from equipoise.errors import TraceError
 from equipoise.observe import writer as writer_module
+from equipoise.observe.config import TraceConfig
 from equipoise.observe.reader import open_trace
+from equipoise.observe.recorder import LoadRecorder
 from equipoise.observe.schema import LAYERS, LAYERS_SCHEMA, SCHEMA_NAME, TraceInfo
 from equipoise.observe.tables import LayerRows, schema_with
 from equipoise.observe.writer import TraceWriter, prepare_folder, write_file
-
-INFO = TraceInfo(num_layers=3, num_experts=6, num_experts_per_tok=2, ep_size=2, num_slots=1)
-
-
-def rows(
-    step: int, info: TraceInfo = INFO, microbatch: int = 0, has_matrices: bool = True, group: int = 0
-) -> LayerRows:
-    """Random loads; delivered as planned: the first expert's rows half at home, half in the last rank's slot."""
-    rng = np.random.default_rng([step, microbatch])
-    L, P, E, M = info.num_layers, info.ep_size, info.num_experts, info.num_masters
-    load = rng.integers(0, 50, (L, P, E))
-    slots = np.full((L, P * info.num_slots), -1)
-    quota = np.zeros((L, P, info.num_physical_local), np.int64)
-    quota[:, :, :M] = load.sum(1).reshape(L, P, M)
-    if info.num_slots:
-        slots[:, -1] = 0
-        quota[:, -1, -1] = quota[:, 0, 0] // 2
-        quota[:, 0, 0] -= quota[:, 0, 0] // 2
-    seconds = rng.random((L, P, 5), np.float32)
-    return LayerRows(step, microbatch, group, load, quota, slots, quota.reshape(L, -1), seconds, 1000, has_matrices)
 
 
 def write(folder: Path, *batches: LayerRows, info: TraceInfo = INFO) -> None:
@@ -108,7 +93,7 @@ def test_sequences_are_read_back(tmp_path: Path) -> None:
 
 def test_files_are_closed_by_size_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(writer_module, "FILE_BYTES", 2000)
+    monkeypatch.setattr(writer_module, "FILE_BYTES", 700)
     writer = TraceWriter(tmp_path, INFO, clock=lambda: now)
     for step in range(1, 6):
         writer.write_layers(rows(step))
@@ -136,7 +121,7 @@ import sys
 sys.path[:0] = {path!r}
 import numpy as np
 from equipoise.observe import writer
-from test_traces import INFO, rows
+from trace_rows import INFO, rows
 writer.FILE_BYTES = 1
 out = writer.TraceWriter(sys.argv[1], INFO)
 for step in range(1, 10_000):
@@ -197,8 +182,8 @@ def test_another_run_keeps_the_earlier_trace(tmp_path: Path, resumed_step: int) 
         write(folder, rows(1))
         prepare_folder(folder, INFO if resumed_step == 0 else other, resumed_step)
     assert not folder.exists()
-    assert open_trace(tmp_path / "trace.previous").steps() == [1]
-    assert open_trace(tmp_path / "trace.previous-2").steps() == [1]
+    assert open_trace(tmp_path / "trace-previous").steps() == [1]
+    assert open_trace(tmp_path / "trace-previous-2").steps() == [1]
 
 
 def good_table(info: TraceInfo = INFO) -> pa.Table:
@@ -291,3 +276,46 @@ def test_any_reader_of_parquet_sees_the_documented_columns(tmp_path: Path) -> No
     table = pq.read_table(file)
     assert table.schema.names == LAYERS_SCHEMA.names
     assert [name for name in table.schema.names if f"`{name}`" not in page] == []
+
+
+class Layer:
+    """A MoE layer as far as a recorder knows it."""
+
+    observer = None
+
+
+def test_steps_are_sampled_and_others_see_no_observer(tmp_path: Path) -> None:
+    config = TraceConfig(every=3, matrices_every=6)
+    layers = [Layer(), Layer()]
+    recorder = LoadRecorder(config, INFO, layers, tmp_path, CPUAccelerator(), torch.device("cpu"))
+    recorded = []
+    for step in range(1, 10):
+        assert all(layer.observer is None for layer in layers)
+        if recorder.begin(step):
+            recorded.append(step)
+            assert all(layer.observer is not None for layer in layers)
+        recorder.end()  # no forward has run
+    recorder.close()
+    assert recorded == [3, 6, 9]
+
+
+def test_a_folder_that_cannot_be_written_ends_the_recording_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TraceError("cannot write trace: no space left on device")
+
+    monkeypatch.setattr(TraceWriter, "flush", refuse)
+    recorder = LoadRecorder(TraceConfig(), INFO, [Layer()], tmp_path, CPUAccelerator(), torch.device("cpu"))
+    for _ in range(20):
+        recorder.flush()
+    recorder.close()
+    assert [record.message for record in caplog.records] == [
+        "the load trace ends here, the run goes on: cannot write trace: no space left on device"
+    ]
+
+
+@pytest.mark.parametrize("setting", ["matrices_every", "sequences_every"])
+def test_intervals_that_never_meet_are_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=rf"trace\.{setting} is 25.*no multiple of trace\.every 10: choose 20"):
+        TraceConfig(every=10, **{setting: 25})

@@ -12,6 +12,7 @@ Shapes: B loads, N candidates, P ranks, E experts, M = E / P masters and R slots
 """
 
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -100,6 +101,12 @@ class ExactLoadPlanner:
         return plan_loads(load_E[None], load_PE.shape[0], settings)[0]
 
     def plan_batch(self, load_BE: torch.Tensor, num_ranks: int, settings: PlannerSettings) -> Placement:
+        """Many loads (integer tensor [B, E]) at once; each placement is that of its load alone. On the CPU the compiled
+        form plans them, where numba is installed."""
+        if load_BE.device.type == "cpu" and find_spec("numba"):
+            from equipoise.balance.planner_numba import plan_batch
+
+            return plan_batch(load_BE, num_ranks, settings)
         return plan_loads(load_BE, num_ranks, settings)
 
 

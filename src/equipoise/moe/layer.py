@@ -4,7 +4,8 @@ Shapes: B sequences, S tokens each, D features, T = B * S.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -15,7 +16,27 @@ from equipoise.moe.experts import Experts
 from equipoise.moe.router import Router, Routing
 
 if TYPE_CHECKING:
+    from equipoise.balance import Placement
     from equipoise.moe.balancing import EnteredExperts, ExpertBalancing
+
+
+class LayerObserver(Protocol):
+    """Sees what a MoE layer does; changes nothing. Called again when a forward is run again in a backward."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Surrounds a part of the forward: router, balance, dispatch, experts, combine."""
+        ...
+
+    def finish(
+        self, routing: Routing, num_sequences: int, counts_m: torch.Tensor, placement: "Placement | None"
+    ) -> None:
+        """At the end of a forward. counts_m: rows that arrived for each physical expert here; placement: None without
+        balancing."""
+        ...
+
+
+def _no_phase(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class MoELayer(nn.Module):
@@ -30,6 +51,7 @@ class MoELayer(nn.Module):
         self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
         self.dispatcher = dispatcher
         self.balancing: ExpertBalancing | None = None
+        self.observer: LayerObserver | None = None
 
     def forward(
         self,
@@ -41,19 +63,24 @@ class MoELayer(nn.Module):
         """Balancing needs `microbatch`, different for all whose backward is still to come, and `entered`, what
         `balancing.enter` gave at the start of the decoder layer."""
         x_TD = x_BSD.flatten(0, 1)
-        with record_function("moe.router"):
+        phase = _no_phase if self.observer is None else self.observer.phase
+        with record_function("moe.router"), phase("router"):
             routing = self.gate(x_TD, None if valid_BS is None else valid_BS.flatten())
         ids_TK, exchange, step = routing.ids_TK, None, None
         experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self.experts
         if self.balancing is not None:
-            step = self.balancing.route(routing, microbatch, entered)
-            ids_TK, exchange, experts = step.physical_ids_TK, step.exchange, step.experts
-        with record_function("moe.dispatch"):
+            with phase("balance"):
+                step = self.balancing.route(routing, microbatch, entered)
+                ids_TK, exchange, experts = step.physical_ids_TK, step.exchange, step.experts
+        with record_function("moe.dispatch"), phase("dispatch"):
             arrived = self.dispatcher.dispatch(x_TD, ids_TK, routing.weights_TK, exchange)
-        with record_function("moe.experts"):
+        with record_function("moe.experts"), phase("experts"):
             rows_RD = experts(arrived.rows_RD, arrived.counts_M)
-        with record_function("moe.combine"):
+        with record_function("moe.combine"), phase("combine"):
             y_TD = self.dispatcher.combine(rows_RD, arrived.handle)
+        if self.observer is not None:
+            placement = None if step is None else step.step.plan.placement
+            self.observer.finish(routing, x_BSD.shape[0], arrived.counts_M, placement)
         if step is not None:
             y_TD = step.leave(y_TD)
         if self.shared_experts is not None:

@@ -146,8 +146,8 @@ def read_info(metadata: Mapping[bytes, bytes] | None, where: str) -> tuple[str, 
         content = None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA_NAME:
         raise TraceError(
-            f"{where} is a Parquet file, but not of a load trace: its metadata does not say {SCHEMA_NAME!r}. Traces are "
-            "written by runs with a [trace] section, and by the importers (docs/traces.md)"
+            f"{where} is a Parquet file, but not of a load trace: its metadata does not say {SCHEMA_NAME!r}. Traces "
+            "are written by runs with a [trace] section, and by the importers (docs/traces.md)"
         )
     version = content.get("version")
     if version != SCHEMA_VERSION:

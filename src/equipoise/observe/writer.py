@@ -139,7 +139,7 @@ def prepare_folder(directory: Path, info: TraceInfo, resumed_step: int) -> None:
     """Makes a trace's folder ready for a run that goes on after `resumed_step` (0: starts anew). One process calls it.
 
     Rows of later steps, which will be trained again, are cut off. What is there of another run, or of a run with other
-    sizes, is kept as `trace.previous`, `trace.previous-2`, ...
+    sizes, is kept as `trace-previous`, `trace-previous-2`, ...
 
     Raises:
         TraceError: the folder cannot be written.
@@ -167,7 +167,7 @@ def _continues(path: Path, info: TraceInfo) -> bool:
 
 
 def _free_name(directory: Path) -> Path:
-    base = directory.with_name(f"{directory.name}.previous")
+    base = directory.with_name(f"{directory.name}-previous")
     number = 1
     while (path := base if number == 1 else base.with_name(f"{base.name}-{number}")).exists():
         number += 1

@@ -13,6 +13,7 @@ from equipoise.distributed.mesh import AxisSizes, ParallelConfig, derive_axes
 from equipoise.errors import ConfigError
 from equipoise.models.config import ModelConfig
 from equipoise.moe.synthetic import SyntheticRoutingConfig, Workload
+from equipoise.observe.config import TraceConfig
 from equipoise.observe.profiler import ProfilerConfig, check_ranks
 from equipoise.train.metrics import MetricsConfig, refuse_missing_packages
 from equipoise.train.optimizer import OptimizerConfig
@@ -60,6 +61,7 @@ class TrainConfig(Config):
     metrics: MetricsConfig = MetricsConfig()
     balance: BalanceConfig | None = None
     synthetic_routing: SyntheticRoutingConfig | None = None
+    trace: TraceConfig | None = None
     profiler: ProfilerConfig | None = None
 
     def check_world(self, world_size: int) -> None:

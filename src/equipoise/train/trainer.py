@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -37,6 +37,9 @@ from equipoise.train.record import StepRecorder
 from equipoise.train.step import StepResult, TrainStep, run_model
 from equipoise.train.stop import StopSignals
 from equipoise.train.timing import PhaseTimer
+
+if TYPE_CHECKING:
+    from equipoise.observe.recorder import LoadRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +103,7 @@ class Trainer:
         self.step = 0
         self.metrics_position = 0
         self.last_record: dict[str, Any] = {}
+        self.trace: LoadRecorder | None = None
         self.resumed_from: Path | None = None
 
     def run(self) -> None:
@@ -118,6 +122,9 @@ class Trainer:
             logger.warning("nothing to train: step %d is done and train.steps is %d; raise it", self.step, loop.steps)
         with ExitStack() as stack:
             stack.callback(self.loader.close)
+            self.trace = self._load_recorder()
+            if self.trace is not None:
+                stack.callback(self.trace.close)
             writer = stack.enter_context(self._metrics_writer())
             console = stack.enter_context(TrainConsole(loop.steps, self.world.rank, first_step=self.step))
             profiler = Profiler(self.config.profiler, self.world.accelerator, self.run_dir / PROFILES, self.world.rank)
@@ -147,6 +154,14 @@ class Trainer:
                 error = e
         raise_together(error, self.world)
         return writer if writer is not None else nullcontext()
+
+    def _load_recorder(self) -> "LoadRecorder | None":
+        """The recorder of the load trace, where one is wanted and the model has MoE layers."""
+        if self.config.trace is None or not self.step_runner.layers:
+            return None
+        from equipoise.train.trace import make_recorder
+
+        return make_recorder(self.config, self.plan, self.world, self.step_runner, self.dtype, self.run_dir, self.step)
 
     def _log(self, record: dict[str, Any], writer: MetricsWriter | None, console: TrainConsole, always: bool) -> None:
         if writer is None or not (always or "eval_loss" in record or self.step % self.config.metrics.log_every == 0):
@@ -180,6 +195,8 @@ class Trainer:
             self.step_runner.lay_down_routing(self.workload, self.step)
         with self.world.operation(f"step {step}", deadline_s=deadline_s):
             self.timer.start_step()
+            if self.trace is not None:
+                self.trace.begin(step)
             with self.timer.phase("data"):
                 loader_state = self.loader.state_dict()
                 batches = self.loader.next_step()
@@ -192,6 +209,8 @@ class Trainer:
                 finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
                 if finite:
                     self.step_runner.update(result, norm, lr)
+            if self.trace is not None:
+                self.trace.end()
             times = self.timer.finish_step()
         if not finite:
             self._refuse_step(step, result, loader_state)
@@ -258,6 +277,8 @@ class Trainer:
         latest = find_latest(directory, self.world)
         if latest is not None and latest == step_path(directory, self.step):
             return latest
+        if self.trace is not None:
+            self.trace.flush()
         return save_checkpoint(directory, self._state(loader_state), self.world, self.config.checkpoint.keep_last)
 
     def restore(self, resume: bool) -> None:

@@ -1,0 +1,173 @@
+"""Loads to replay: of a workload that is stated, or of a trace, also at other numbers of ranks.
+
+Shapes: N layers of one microbatch, P ranks of an EP group, E experts, U units (a sequence, or a rank's microbatch).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.errors import ConfigError, TraceError
+from equipoise.moe.synthetic import WORKLOADS, Workload
+from equipoise.observe.reader import Trace
+from equipoise.observe.schema import SEQUENCES
+
+LOGNORMAL = "lognormal"
+SIGMA = 1.0
+"""Of the workload `lognormal`: experts' shares are exp(SIGMA x normal), drawn anew for each layer."""
+
+
+@dataclass(frozen=True)
+class LoadBlock:
+    """Layers of one microbatch. load_NPE: integer rows of each source rank for each expert."""
+
+    step: int
+    microbatch: int
+    layers_N: np.ndarray
+    load_NPE: np.ndarray
+
+
+def workload_name(name: str) -> str:
+    """The name of a workload; W0 to W7 are those of `moe.synthetic` in order.
+
+    Raises:
+        ConfigError: there is no such workload.
+    """
+    by_number = {f"W{number}": name for number, name in enumerate(WORKLOADS)}
+    name = by_number.get(name.upper(), name)
+    if name not in (*WORKLOADS, LOGNORMAL):
+        listed = ", ".join(f"{number} {name}" for number, name in by_number.items())
+        raise ConfigError(f"there is no workload {name!r}: choose {listed}, or {LOGNORMAL}")
+    return name
+
+
+def exact_loads(workload: Workload, tokens: int, num_layers: int, num_steps: int) -> Iterator[LoadBlock]:
+    """One microbatch per step, every layer the same, as `[synthetic_routing]` lays it down.
+
+    tokens: of each rank in a microbatch.
+    """
+    for step in range(num_steps):
+        routings = [workload.routing(step, rank) for rank in range(workload.num_ranks)]
+        load_PE = np.array([routing.expert_counts(tokens) for routing in routings], np.int32)
+        yield LoadBlock(step, 0, np.arange(num_layers), np.repeat(load_PE[None], num_layers, 0))
+
+
+def drawn_loads(
+    name: str,
+    imbalance: float,
+    num_experts: int,
+    num_experts_per_tok: int,
+    num_ranks: int,
+    tokens: int,
+    num_layers: int,
+    num_microbatches: int,
+    seed: int = 0,
+) -> Iterator[LoadBlock]:
+    """A workload's shares with the scatter of draws, independent in each layer and microbatch.
+
+    Each source rank's rows for each expert have the mean and, but for correlation, the variance of a multinomial
+    draw; they add up to its tokens x experts per token exactly. The ranks are rotated from layer to layer, so that
+    not all layers have the same hot rank. `lognormal` has shares of its own in each layer and ignores `imbalance`.
+    """
+    E, P = num_experts, num_ranks
+    workload = Workload(name, imbalance, E, num_experts_per_tok, P) if name != LOGNORMAL else None
+    token_shares = np.ones(P)
+    if workload is not None:
+        token_shares = np.array([workload.routing(0, rank).token_share for rank in range(P)])
+    rows_P = np.round(tokens * token_shares) * num_experts_per_tok
+    for step in range(num_microbatches):
+        rng = np.random.default_rng([seed, step])
+        if workload is None:
+            shares_NE = np.exp(SIGMA * np.random.default_rng(seed).standard_normal((num_layers, E)))
+            shares_NE = _capped(shares_NE / shares_NE.sum(1, keepdims=True), 1 / num_experts_per_tok)
+        else:
+            shares_E = np.array(workload.shares(step))
+            shares_NE = np.stack([np.roll(shares_E, layer % P * (E // P)) for layer in range(num_layers)])
+        mean_NPE = shares_NE[:, None, :] * rows_P[:, None]
+        spread_NPE = np.sqrt(mean_NPE * (1 - shares_NE[:, None, :])).astype(np.float32)
+        noise_NPE = rng.standard_normal((num_layers, P, E), np.float32)
+        wish_NPE = np.maximum(mean_NPE + spread_NPE * noise_NPE, 0)
+        ends_NPE = wish_NPE.cumsum(2)
+        ends_NPE *= rows_P[:, None] / np.maximum(ends_NPE[:, :, -1:], 1e-30)
+        load_NPE = np.diff(np.rint(ends_NPE).astype(np.int32), axis=2, prepend=np.int32(0))
+        yield LoadBlock(step, 0, np.arange(num_layers), load_NPE)
+
+
+def _capped(shares_NE: np.ndarray, limit: float) -> np.ndarray:
+    """Shares of at most `limit` (an expert gets at most one choice of each token), the excess spread over the rest."""
+    for _ in range(50):
+        over = shares_NE > limit
+        if not over.any():
+            break
+        excess_N1 = np.where(over, shares_NE - limit, 0).sum(1, keepdims=True)
+        rest_NE = np.where(over, 0, shares_NE)
+        shares_NE = np.where(over, limit, shares_NE + excess_N1 * rest_NE / rest_NE.sum(1, keepdims=True))
+    return shares_NE
+
+
+def trace_loads(trace: Trace, num_ranks: int, steps: tuple[int, int] | None = None) -> Iterator[LoadBlock]:
+    """A trace's loads for an EP group of `num_ranks`.
+
+    At the trace's own EP size the recorded matrices are replayed. At another, the recorded sequences of a layer, in
+    the order of the run, are dealt to the ranks, as many to each as a rank had in a microbatch; without recorded
+    sequences, so are whole microbatches of ranks. Where too few were recorded they are dealt again from the start.
+
+    Raises:
+        TraceError: nothing recorded that could be replayed.
+        ConfigError: experts that do not divide over the ranks.
+    """
+    info = trace.info
+    if num_ranks < 1 or info.num_experts % num_ranks:
+        raise ConfigError(
+            f"{info.num_experts} experts cannot be split evenly over {num_ranks} ranks: choose a number that divides them"
+        )
+    if num_ranks == info.ep_size:
+        yield from _recorded(trace, steps)
+        return
+    units_LUE, per_rank = _units(trace, steps)
+    needed = num_ranks * per_rank
+    number = max(1, units_LUE.shape[1] // needed)
+    for block in range(number):
+        chosen = np.arange(block * needed, (block + 1) * needed) % units_LUE.shape[1]
+        part = units_LUE[:, chosen].reshape(info.num_layers, num_ranks, per_rank, info.num_experts)
+        yield LoadBlock(block, 0, np.arange(info.num_layers), part.sum(2, dtype=np.int32))
+
+
+def _recorded(trace: Trace, steps: tuple[int, int] | None) -> Iterator[LoadBlock]:
+    """The matrices as they are, one block for each step, microbatch and EP group."""
+    key, layers, loads = None, [], []
+    found = False
+    for row in trace.loads(steps):
+        found = True
+        this = (row.step, row.microbatch, row.group)
+        if key is not None and this != key:
+            yield LoadBlock(key[0], key[1], np.array(layers), np.stack(loads))
+            layers, loads = [], []
+        key = this
+        layers.append(row.layer)
+        loads.append(row.load_PE)
+    if not found or key is None:
+        raise TraceError(
+            f"{trace.directory}: no load matrices were recorded{_range(steps)}; set trace.matrices_every in the run"
+        )
+    yield LoadBlock(key[0], key[1], np.array(layers), np.stack(loads))
+
+
+def _units(trace: Trace, steps: tuple[int, int] | None) -> tuple[np.ndarray, int]:
+    """int32 [L, U, E] and how many units a rank had in a microbatch."""
+    info = trace.info
+    L, E = info.num_layers, info.num_experts
+    if any(file.table == SEQUENCES for file in trace.files):
+        table = trace.sequences(steps).sort_by(
+            [(name, "ascending") for name in ("layer", "step", "microbatch", "group", "rank", "sequence")]
+        )
+        if table.num_rows:
+            counts = table["counts"].combine_chunks().flatten().to_numpy().reshape(L, -1, E)
+            return counts, int(table["sequence"].to_numpy().max()) + 1
+    blocks = list(_recorded(trace, steps))
+    return np.concatenate([block.load_NPE for block in blocks], 1), 1
+
+
+def _range(steps: tuple[int, int] | None) -> str:
+    return "" if steps is None else f" in steps {steps[0]} to {steps[1]}"
