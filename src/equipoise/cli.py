@@ -1,4 +1,4 @@
-"""The command line: `equipoise train`, `equipoise convert`, `equipoise doctor`, `equipoise bench`.
+"""The command line: `equipoise train`, `view`, `simulate`, `convert`, `doctor`, `bench`.
 
 torch is imported only by the commands that need it, so that help is quick.
 """
@@ -258,6 +258,38 @@ def describe_settings(schema: Schema, sections: Sequence[str]) -> str:
                 lines.append(f"      {setting.help}")
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+_VIEW_HELP = """Show runs as a web page: curves, load of ranks and layers, replicas, traffic; two runs compared.
+
+RUN is a run folder (also one that is still training), a load trace's folder or file, or a folder with runs in it. The
+page works without a network. On another address than localhost it asks for a token, which is printed.
+
+\b
+Examples:
+  equipoise view runs/demo
+  equipoise view runs/off runs/on                compare them
+  equipoise view runs/demo --export demo.html    one file to hand on
+"""
+
+
+@main.command(help=_VIEW_HELP, short_help="Show runs as a web page.")
+def view(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="What to show.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8570,
+    token: Annotated[
+        str | None,
+        typer.Option(show_default="made where the host is not localhost", help="What requests have to carry."),
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write one HTML file instead, with all that it needs.")
+    ] = None,
+) -> None:
+    with exit_codes():
+        from equipoise.observe.view.command import view as show
+
+        show(runs, host, port, token, export, typer.echo)
 
 
 @main.command(help="Say what was found on this machine, what is used, and why.")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from equipoise.balance.config import BalanceConfig, planner_settings
 from equipoise.balance.plan import BalancePlan, Placement, check_placement, experts_per_rank
@@ -59,6 +60,11 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _moving_weights() -> record_function:
+    """The profiler's name for sending weights of replicas: to a forward, or back for a backward."""
+    return record_function("moe.restore" if _in_backward() else "moe.push")
+
+
 class _Slots:
     """Who is in the slots, by weight name, and what is still on its way there."""
 
@@ -75,7 +81,7 @@ class _Slots:
         self._wait(name)  # two receives into one slot would race
         self._tenants[name] = weakref.ref(step)
         what = f"weights {name!r} of {step.where}"
-        with unseen():
+        with unseen(), _moving_weights():
             self._pending[name] = self.transport.push_weights(name, step.replicas, step.masters(name), what)
 
     def weights(self, step: Step, name: str) -> torch.Tensor:
@@ -87,7 +93,7 @@ class _Slots:
     def _wait(self, name: str) -> None:
         pending = self._pending.pop(name, None)
         if pending is not None:
-            with unseen():
+            with unseen(), _moving_weights():
                 pending.wait()
 
 
@@ -186,7 +192,7 @@ class Balancer:
         if key is not None and _in_backward():
             with unseen():
                 return self._recall(ids_TK, key)
-        with torch.no_grad(), unseen():
+        with torch.no_grad(), unseen(), record_function("moe.plan"):
             step = self._decide(ids_TK, key, counts_E)
         if key is not None:
             self.remember(step)
@@ -308,11 +314,13 @@ class Balancer:
         """The slots' gradients, after the last transfer out of them."""
         pull = self._pulls.pop(name, None)
         if pull is not None:
-            pull.force()
+            with record_function("moe.reduce"):
+                pull.force()
         return self.buffers.gradients(name)
 
     def pull_gradients(self, step: Step, name: str) -> GradientPull:
         """Starts the transfer of the slots' gradients to the masters' ranks."""
-        pull = self.transport.pull_gradients(name, step.replicas, f"gradients {name!r} of {step.where}")
+        with record_function("moe.reduce"):
+            pull = self.transport.pull_gradients(name, step.replicas, f"gradients {name!r} of {step.where}")
         self._pulls[name] = pull
         return pull

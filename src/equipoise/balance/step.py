@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import record_function
 
 from equipoise.balance.compute import Counts, dual_add_bias, dual_linear, dual_mlp
 from equipoise.balance.plan import BalancePlan
@@ -280,7 +281,8 @@ class Step:
             else:
                 rounded[local] = row.float().add_(gradient)
 
-        pull.finish(add)
-        for local, total in rounded.items():
-            rows[local].copy_(total)
+        with record_function("moe.reduce"):
+            pull.finish(add)
+            for local, total in rounded.items():
+                rows[local].copy_(total)
         return tuple(grads)

@@ -69,7 +69,7 @@ class MoELayer(nn.Module):
         ids_TK, exchange, step = routing.ids_TK, None, None
         experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self.experts
         if self.balancing is not None:
-            with record_function("moe.balance"), phase("balance"):
+            with phase("balance"):
                 step = self.balancing.route(routing, microbatch, entered)
                 ids_TK, exchange, experts = step.physical_ids_TK, step.exchange, step.experts
         with record_function("moe.dispatch"), phase("dispatch"):

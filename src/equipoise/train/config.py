@@ -15,6 +15,7 @@ from equipoise.errors import CheckpointError, ConfigError
 from equipoise.models.config import ModelConfig
 from equipoise.moe.synthetic import SyntheticRoutingConfig, Workload
 from equipoise.observe.config import TraceConfig
+from equipoise.observe.profiler import ProfilerConfig, check_ranks
 from equipoise.train.metrics import MetricsConfig, refuse_missing_packages
 from equipoise.train.optimizer import OptimizerConfig
 from equipoise.train.pretrained import with_pretrained
@@ -63,6 +64,7 @@ class TrainConfig(Config):
     balance: BalanceConfig | None = None
     synthetic_routing: SyntheticRoutingConfig | None = None
     trace: TraceConfig | None = None
+    profiler: ProfilerConfig | None = None
     save_hf: bool = False
     """At the end also writes the model as a Hugging Face folder, `hf` in the run folder, in the dtype of the weights
     that it started from (model.load_from) or else in FP32."""
@@ -111,6 +113,8 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
     if config.balance is not None:
         _check_balance(config.balance, axes)
     synthetic_workload(config, axes)
+    if config.profiler is not None:
+        check_ranks(config.profiler, world_size)
     if loop.sequence_length > model.max_position_embeddings:
         raise ConfigError(
             f"train.sequence_length is {loop.sequence_length}, longer than model.max_position_embeddings "

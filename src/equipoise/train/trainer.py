@@ -29,6 +29,8 @@ from equipoise.distributed.world import World
 from equipoise.errors import CheckpointError, NonFiniteLossError
 from equipoise.models.config import TRAINING_ONLY, ModelConfig
 from equipoise.models.parallelize import build_parallel_model
+from equipoise.observe.profiler import FOLDER as PROFILES
+from equipoise.observe.profiler import Profiler
 from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
 from equipoise.train.metrics import FILE_NAME, MetricsWriter
@@ -134,8 +136,11 @@ class Trainer:
                 stack.callback(self.trace.close)
             writer = stack.enter_context(self._metrics_writer())
             console = stack.enter_context(TrainConsole(loop.steps, self.world.rank, first_step=self.step))
+            profiler = Profiler(self.config.profiler, self.world.accelerator, self.run_dir / PROFILES, self.world.rank)
+            stack.enter_context(profiler)
             while self.step < loop.steps:
-                record, stopping, saving = self._train_step(recorder)
+                with profiler.step(self.step + 1):
+                    record, stopping, saving = self._train_step(recorder)
                 self.saver.advance(saving)
                 last = self.step == loop.steps
                 if (loop.eval_every and self.step % loop.eval_every == 0) or last:

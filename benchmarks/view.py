@@ -1,0 +1,147 @@
+"""Times `equipoise view` on a generated trace of 10,000 steps x 60 layers x 256 experts, in headless Chromium.
+
+    python benchmarks/view.py --out FOLDER [--steps 10000] [--layers 60] [--experts 256] [--ranks 8]
+
+Generates FOLDER/big once (several GB: every step with its matrices, and metrics), starts the command, opens the page
+and several layers, and writes its three keys into the summary of benchmarks/results/observe.json; other keys stay.
+
+first_page_s: from asking for the page to all of its figures drawn, the first time that anybody asks this server.
+drilldown_s: from choosing a layer and step to all of its figures drawn, the slowest of several, the first included.
+server_memory_gb: the most resident memory that the server has had.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from equipoise.bench.results import results_folder, write_results
+from equipoise.observe.schema import TraceInfo
+from equipoise.observe.tables import LayerRows
+from equipoise.observe.writer import TraceWriter
+
+DRILLDOWNS = ((0, 1), (17, 5000), (59, 10_000), (30, 7777), (3, 42))
+DRAWN = "() => Number(document.body.dataset.drawn || 0)"
+
+
+def generate(folder: Path, steps: int, layers: int, experts: int, ranks: int) -> None:
+    """A run with loads that drift, one slot per rank, and every step with matrices. Plans are made up: each rank's slot
+    takes a part of the hottest expert's rows of the fullest rank."""
+    M, I = experts // ranks, experts // ranks + 1
+    info = TraceInfo(layers, experts, 8, ranks, num_slots=1, hidden_size=7168, dtype="bfloat16", planner="made up")
+    random = np.random.default_rng(0)
+    pool = random.poisson(random.gamma(2.0, 64.0, (1, layers, 1, experts)), (16, layers, ranks, experts))
+    partial = folder.with_name(folder.name + ".tmp")
+    partial.mkdir(parents=True)
+    with TraceWriter(partial / "trace", info) as writer:
+        for step in range(1, steps + 1):
+            load_LPE = np.roll(pool[step % 16], (step // 500) % layers, axis=0) + random.integers(
+                0, 8, (layers, 1, experts)
+            )
+            load_LE = load_LPE.sum(1)
+            delivered = np.zeros((layers, ranks, I), np.int64)
+            delivered[:, :, :M] = load_LE.reshape(layers, ranks, M)
+            rank_LP = delivered.sum(2)
+            fullest, emptiest = rank_LP.argmax(1), rank_LP.argmin(1)
+            at = np.arange(layers)
+            local = delivered[at, fullest, :M].argmax(1)
+            moved = np.minimum((rank_LP[at, fullest] - rank_LP[at, emptiest]) // 2, delivered[at, fullest, local])
+            delivered[at, fullest, local] -= moved
+            delivered[at, emptiest, M] = moved
+            slots = np.full((layers, ranks), -1)
+            slots[at, emptiest] = fullest * M + local
+            writer.write_layers(LayerRows(step, 0, 0, load_LPE, delivered, slots, delivered.reshape(layers, -1)))
+    with open(partial / "metrics.jsonl", "w") as file:
+        for step in range(1, steps + 1):
+            record = {
+                "step": step,
+                "loss": 2 + 9 / step**0.3,
+                "tokens_per_second": 1e5 + step % 100,
+                "time_step_s": 0.1,
+            }
+            per_layer = [round(1 + 0.01 * ((step + layer) % 97), 4) for layer in range(layers)]
+            names = ("rank_imbalance", "expert_maxvio", "dead_experts")
+            file.write(json.dumps(record | {"layers": dict.fromkeys(names, per_layer)}) + "\n")
+    partial.rename(folder)
+
+
+def most_memory(pid: int) -> float:
+    """GB."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024 / 1e9
+
+
+def measure(run: Path, chromium: str | None) -> list[dict[str, Any]]:
+    """Rows of the results: one for the first page, one for each look at a layer, one for the memory."""
+    from playwright.sync_api import sync_playwright
+
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "equipoise", "view", str(run), "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        lines = iter(server.stdout.readline, "")
+        address = next(line for line in lines if line.startswith("http")).strip()
+        start_s = time.perf_counter() - started
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            browser.new_page().goto("about:blank")
+            page = browser.new_page()
+            began = time.perf_counter()
+            page.goto(address)
+            page.wait_for_function(f"({DRAWN})() >= 1", polling=10)
+            rows = [{"what": "first page", "seconds": time.perf_counter() - began, "command_start_s": start_s}]
+            for layer, step in DRILLDOWNS:
+                drawn = page.evaluate(DRAWN)
+                began = time.perf_counter()
+                page.evaluate(f"location.hash = 'view=layer&run=0&layer={layer}&step={step}'")
+                page.wait_for_function(f"({DRAWN})() > {drawn}", polling=10)
+                rows.append({"what": f"layer {layer}, step {step}", "seconds": time.perf_counter() - began})
+            browser.close()
+        rows.append({"what": "server memory", "gb": most_memory(server.pid)})
+        return rows
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--layers", type=int, default=60)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--chromium", help="path of the browser; default: playwright's own")
+    options = parser.parse_args()
+    run = options.out / "big"
+    if not run.exists():
+        generate(run, options.steps, options.layers, options.experts, options.ranks)
+    rows = measure(run, options.chromium)
+    looks = [row["seconds"] for row in rows if row["what"].startswith("layer")]
+    summary = {
+        "first_page_s": rows[0]["seconds"],
+        "drilldown_s": max(looks),
+        "server_memory_gb": rows[-1]["gb"],
+    }
+    trace_bytes = sum(path.stat().st_size for path in (run / "trace").iterdir())
+    sizes = {"steps": options.steps, "layers": options.layers, "experts": options.experts, "ranks": options.ranks}
+    print(json.dumps(summary | {"drilldown_median_s": median(looks), "trace_gb": trace_bytes / 1e9}, indent=1))
+    path = results_folder() / "observe.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {"rows": [], "summary": {}}
+    kept = [row for row in earlier["rows"] if row.get("part") != "view"]
+    mine = [{"part": "view", **sizes, "trace_gb": trace_bytes / 1e9, **row} for row in rows]
+    packages = ["equipoise", "numpy", "pyarrow", "starlette", "uvicorn", "plotly", "playwright", "torch"]
+    write_results(path, kept + mine, earlier["summary"] | summary, packages)
+
+
+if __name__ == "__main__":
+    main()

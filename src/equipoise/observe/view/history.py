@@ -1,0 +1,123 @@
+"""The imbalance of every recorded step and layer of a trace, taken up file by file.
+
+Shapes: S recorded steps, L MoE layers.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from equipoise.errors import TraceError
+from equipoise.observe.reader import Trace, TraceFile
+from equipoise.observe.schema import LAYERS
+
+_COLUMNS = ("step", "layer", "rank_imbalance", "rank_imbalance_after", "copies", "copied_bytes", "slot_expert")
+
+
+@dataclass(frozen=True)
+class History:
+    """Means and maxima over microbatches and EP groups; NaN where a layer was not recorded.
+
+    steps_S: ascending. before_SL, after_SL: mean of largest over mean rank load, by the router's choice and as
+    delivered. worst_before_SL, worst_after_SL: the largest. rows_SL: how many were averaged. copies_S, bytes_S:
+    replicas and their weights, of all layers, microbatches and EP groups. has_matrices_S: whether the step can be
+    drilled into.
+    """
+
+    steps_S: np.ndarray
+    before_SL: np.ndarray
+    after_SL: np.ndarray
+    worst_before_SL: np.ndarray
+    worst_after_SL: np.ndarray
+    rows_SL: np.ndarray
+    copies_S: np.ndarray
+    bytes_S: np.ndarray
+    has_matrices_S: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Sums of one file: the arrays of `History`, with sums in place of means."""
+
+    steps: np.ndarray
+    sums: np.ndarray  # [2, s, L]
+    worst: np.ndarray  # [2, s, L]
+    rows: np.ndarray
+    copies: np.ndarray
+    copied_bytes: np.ndarray
+    has_matrices: np.ndarray
+
+
+class HistoryReader:
+    """Keeps what it has read; reads only files that are new."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._parts: dict[Path, _Part] = {}
+        self._history: History | None = None
+
+    def read(self) -> History:
+        """The history of the trace's present files.
+
+        Raises:
+            TraceError: a file cannot be read.
+        """
+        files = [file for file in self.trace.files if file.table == LAYERS]
+        if self._history is None or self._parts.keys() != {file.path for file in files}:
+            known = self._parts
+            self._parts = {file.path: known.get(file.path) or self._part(file) for file in files}
+            self._history = self._join(list(self._parts.values()))
+        return self._history
+
+    def _part(self, file: TraceFile) -> _Part:
+        try:
+            table = pq.read_table(file.path, columns=list(_COLUMNS))
+        except (pa.ArrowException, OSError) as error:
+            raise TraceError(f"{file.path} cannot be read: {str(error).splitlines()[0]}") from error
+        L = self.trace.info.num_layers
+        steps, row_step = np.unique(_numpy(table, "step"), return_inverse=True)
+        cell = row_step * L + _numpy(table, "layer")
+        size = len(steps) * L
+        sums, worst = np.zeros((2, size)), np.full((2, size), -np.inf)
+        for index, name in enumerate(("rank_imbalance", "rank_imbalance_after")):
+            values = _numpy(table, name).astype(np.float64)
+            sums[index] = np.bincount(cell, values, size)
+            np.maximum.at(worst[index], cell, values)
+        valid = table["slot_expert"].combine_chunks().is_valid().to_numpy(zero_copy_only=False)
+        return _Part(
+            steps,
+            sums.reshape(2, -1, L),
+            worst.reshape(2, -1, L),
+            np.bincount(cell, minlength=size).reshape(-1, L),
+            np.bincount(row_step, _numpy(table, "copies"), len(steps)),
+            np.bincount(row_step, _numpy(table, "copied_bytes"), len(steps)),
+            np.bincount(row_step, valid, len(steps)) > 0,
+        )
+
+    def _join(self, parts: list[_Part]) -> History:
+        L = self.trace.info.num_layers
+        every = [part.steps for part in parts]
+        steps = np.unique(np.concatenate(every)) if every else np.empty(0, np.int32)
+        S = len(steps)
+        sums, worst = np.zeros((2, S, L)), np.full((2, S, L), -np.inf)
+        rows, copies, copied_bytes = np.zeros((S, L), np.int64), np.zeros(S), np.zeros(S)
+        has_matrices = np.zeros(S, bool)
+        for part in parts:  # a part's steps are unique, so plain indexed additions are right
+            place = np.searchsorted(steps, part.steps)
+            sums[:, place] += part.sums
+            worst[:, place] = np.maximum(worst[:, place], part.worst)
+            rows[place] += part.rows
+            copies[place] += part.copies
+            copied_bytes[place] += part.copied_bytes
+            has_matrices[place] |= part.has_matrices
+        known = rows > 0
+        means = np.where(known, sums / np.maximum(rows, 1), np.nan).astype(np.float32)
+        worst = np.where(known, worst, np.nan).astype(np.float32)
+        return History(steps, means[0], means[1], worst[0], worst[1], rows, copies, copied_bytes, has_matrices)
+
+
+def _numpy(table: pa.Table, name: str) -> np.ndarray:
+    return table[name].combine_chunks().to_numpy(zero_copy_only=False)

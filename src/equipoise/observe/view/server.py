@@ -1,0 +1,146 @@
+"""The viewer's web server: the page, its files, and JSON for what it asks. Starlette and uvicorn are imported late.
+
+On localhost only programs of this machine can reach it, and requests for other host names are refused (a page elsewhere
+could otherwise make a browser read it). On any other address each request has to carry the token.
+"""
+
+import ipaddress
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any
+
+from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.observe.view.page import FILES, STATIC, plotly_script, served_page
+from equipoise.observe.view.runs import Runs
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+COOKIE = "equipoise_view"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def is_local(host: str) -> bool:
+    """Whether an address is of this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def make_app(runs: Runs, token: str | None) -> "Starlette":
+    """The application. With a token it is asked for, without one only local host names are answered.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.gzip import GZipMiddleware
+        from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse
+        from starlette.routing import Route
+    except ImportError as error:
+        raise ConfigError(
+            f"the viewer needs {error.name}, which is not installed: pip install 'equipoise[view]'"
+        ) from error
+    script, page = plotly_script(), served_page()
+
+    def refused(request: "Request") -> "Response | None":
+        """The answer to a request without the token, or one that brings it in its address for the first time."""
+        if token is None:
+            if is_local(request.url.hostname or ""):
+                return None
+            return PlainTextResponse("Open this page as http://localhost.\n", 421, headers=_HEADERS)
+        given = request.query_params.get("token")
+        if given is not None and secrets.compare_digest(given.encode(), token.encode()):
+            answer = RedirectResponse(request.url.path, 303)
+            answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            return answer
+        if secrets.compare_digest(request.cookies.get(COOKIE, "").encode(), token.encode()):
+            return None
+        message = "Open the address that `equipoise view` printed, with its token.\n"
+        return PlainTextResponse(message, 401, headers=_HEADERS)
+
+    def root(request: "Request") -> "Response":
+        return refused(request) or HTMLResponse(page, headers=_HEADERS)
+
+    def file(request: "Request") -> "Response":
+        name = request.path_params["name"]
+        if answer := refused(request):
+            return answer
+        if name == "plotly.js":
+            return FileResponse(
+                script, media_type="text/javascript", headers=_HEADERS | {"Cache-Control": "max-age=600"}
+            )
+        if name not in FILES:
+            return PlainTextResponse(f"there is no {name}\n", 404, headers=_HEADERS)
+        return FileResponse(STATIC / name, media_type=FILES[name], headers=_HEADERS)
+
+    def data(request: "Request") -> "Response":
+        if answer := refused(request):
+            return answer
+        try:
+            return JSONResponse(runs.answer(request.path_params["name"], request.query_params), headers=_HEADERS)
+        except ConfigError as error:
+            return JSONResponse({"error": str(error)}, 400, headers=_HEADERS)
+        except EquipoiseError as error:
+            return JSONResponse({"error": str(error)}, 404, headers=_HEADERS)
+
+    middleware = [Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)]
+    routes = [Route("/", root), Route("/api/{name}", data), Route("/{name}", file)]
+    return Starlette(routes=routes, middleware=middleware)
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one.
+
+    Raises:
+        ConfigError: no such address, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host!r} is not an address of this machine: {error.strerror}") from error
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(64)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port (0 takes a free one)"
+        ) from error
+    return listening
+
+
+def address_of(listening: socket.socket, host: str, token: str | None) -> str:
+    """What to open in a browser."""
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
+
+
+def serve(app: Any, listening: socket.socket) -> None:
+    """Answers until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: uvicorn is missing.
+    """
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError("the viewer needs uvicorn, which is not installed: pip install 'equipoise[view]'") from error
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,106 @@
+// Figures: what all of them share, and the kinds that the page needs.
+"use strict";
+
+const Drawing = []; // promises of what is being drawn
+const CONFIG = { responsive: true, displaylogo: false, displayModeBar: "hover",
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
+
+function axis(title, more = {}) {
+  return { title: { text: title, standoff: 8 }, gridcolor: Theme.color("grid"), zeroline: false, linecolor: Theme.color("line"),
+    automargin: true, ...more };
+}
+
+function layout(x, y, more = {}) {
+  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 58, r: 14, t: 8, b: 44 },
+    font: { family: "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif", size: 12, color: Theme.color("text") },
+    xaxis: x, yaxis: y, uirevision: "kept", hovermode: "closest", showlegend: false,
+    legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom" },
+    hoverlabel: { bgcolor: Theme.color("card"), bordercolor: Theme.color("line"), font: { color: Theme.color("text") } }, ...more };
+}
+
+// Draws, or says why there is nothing to draw. `onClick` gets the point that was clicked.
+function draw(id, traces, arrangement, onClick) {
+  const place = byId(id);
+  const note = place.querySelector(".empty");
+  if (note) note.remove();
+  Drawing.push(Plotly.react(place, traces, arrangement, CONFIG));
+  place.removeAllListeners("plotly_click");
+  if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
+}
+
+function drawNothing(id, reason) {
+  const place = byId(id);
+  if (place.data) Plotly.purge(place);
+  place.replaceChildren(make("p", { className: "empty", textContent: reason }));
+}
+
+// Names of series may hold anything that a folder's name may.
+function plainName(text) { return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;"); }
+
+function line(name, x, y, color, style = {}) {
+  const { dash = "solid", width = 2, opacity = 1, mode = x.length === 1 ? "markers" : "lines" } = style;
+  return { type: "scatter", mode, name: plainName(name), x, y, opacity, line: { color, dash, width }, marker: { color, size: 6 },
+    connectgaps: true, hovertemplate: "step %{x}<br>%{y:.4~g}<extra>%{fullData.name}</extra>" };
+}
+
+// Steps from the first to the last of all series, so that figures beside each other agree.
+function stepAxis(traces) {
+  const steps = traces.flatMap((trace) => [trace.x[0], trace.x[trace.x.length - 1]]);
+  const [first, last] = [Math.min(...steps), Math.max(...steps)];
+  const room = Math.max(0.5, 0.015 * (last - first));
+  return axis("optimizer step", { range: [first - room, last + room] });
+}
+
+function perPoint(size, what) { return size > 1 ? `each point: ${what} of ${size} steps` : ""; }
+
+// Bars on top of each other in one trace, which stays quick with thousands of them.
+function stack(pieces, numRanks, mastersPerRank, axes) {
+  const height = new Array(numRanks).fill(0);
+  const order = new Array(numRanks).fill(0);
+  const columns = { x: [], y: [], base: [], color: [], pattern: [], text: [], data: [] };
+  const highest = Math.max(1, ...sums(pieces, numRanks));
+  pieces.rows.forEach((rows, i) => {
+    const rank = pieces.rank[i];
+    const expert = pieces.expert[i];
+    const home = Math.floor(expert / mastersPerRank);
+    columns.x.push(rank);
+    columns.y.push(rows);
+    columns.base.push(height[rank]);
+    columns.color.push(Theme.rank(home, numRanks, (order[rank] % 2) * 0.75));
+    columns.pattern.push(home === rank ? "" : "/");
+    columns.text.push(rows > 0.05 * highest ? String(expert) : "");
+    columns.data.push([expert, home, home === rank ? "master" : "replica"]);
+    height[rank] += rows;
+    order[rank] += 1;
+  });
+  return { type: "bar", x: columns.x, y: columns.y, base: columns.base, text: columns.text, customdata: columns.data, ...axes,
+    textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none",
+    textfont: { size: 10, color: "#fff" }, width: 0.82,
+    marker: { color: columns.color, line: { color: Theme.color("card"), width: 0.6 },
+      pattern: { shape: columns.pattern, fillmode: "overlay", fgcolor: Theme.color("card"), fgopacity: 0.55, size: 7, solidity: 0.22 } },
+    hovertemplate: "expert %{customdata[0]} (%{customdata[2]}, home rank %{customdata[1]})<br>rank %{x}: %{y:,} rows<extra></extra>" };
+}
+
+function sums(pieces, numRanks) {
+  const total = new Array(numRanks).fill(0);
+  pieces.rows.forEach((rows, i) => { total[pieces.rank[i]] += rows; });
+  return total;
+}
+
+function rankAxis(title, numRanks, more = {}) {
+  return axis(title, { range: [-0.6, numRanks - 0.4], ...(numRanks <= 16 ? { dtick: 1 } : {}), ...more });
+}
+
+// A square of rows by [y rank, x rank], with its numbers where there is room for them.
+function square(id, z, titles, largest, showsZeros = true) {
+  const numRanks = z.length;
+  const trace = { type: "heatmap", z, colorscale: Theme.rowsScale(), zmin: 0, zmax: largest || 1, xgap: 1, ygap: 1,
+    colorbar: { thickness: 10, outlinewidth: 0, title: { text: "rows", side: "right" } },
+    hovertemplate: `${titles.y} %{y}, ${titles.x} %{x}<br>%{z:,} rows<extra></extra>` };
+  if (numRanks <= 10) {
+    const text = z.map((row) => row.map((rows) => (rows || showsZeros ? rows.toLocaleString("en-US") : "")));
+    Object.assign(trace, { text, texttemplate: "%{text}", textfont: { size: 11 } });
+  }
+  draw(id, [trace], layout(rankAxis(titles.x, numRanks, { range: [-0.5, numRanks - 0.5], showgrid: false }),
+    rankAxis(titles.y, numRanks, { range: [numRanks - 0.5, -0.5], showgrid: false })));
+}
