@@ -60,6 +60,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
+        "head_dim": 4,  # of the rotary part
+        "num_key_value_heads": 4,
     },
 }
 LIMITS = dict.fromkeys(MODELS, 1e-5) | {"GptOss": 3e-5}  # the gradient of gpt-oss's router bias nearly cancels
