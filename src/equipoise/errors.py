@@ -27,3 +27,7 @@ class NonFiniteLossError(EquipoiseError, ArithmeticError):
 
 class PlanError(EquipoiseError, ValueError):
     """A balancing plan breaks an invariant: tokens are lost, an expert sits twice on a rank, the load grows."""
+
+
+class WeightUpdateError(EquipoiseError, RuntimeError):
+    """An update of an engine's weights did not take place; says what the engine has now."""
