@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY = 256 * 2**20
 RETRY_AFTER_S = "1"
 PICKLED = (
-    "serialized_named_tensors holds pickled data, which this engine never unpickles: send `handles`, plain JSON, within "
-    "begin_weight_update and commit_weight_update"
+    "serialized_named_tensors holds pickled data, which this engine never unpickles: send `handles`, plain JSON, "
+    "between begin_weight_update and commit_weight_update"
 )
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -233,9 +233,7 @@ class Api:
     async def health_generate(self, _: Empty) -> Any:
         """Whether the engine generates."""
         await self.health(_)
-        reason = "generation is paused" if self.loop.is_paused else self.loop.why_not()
-        if reason is not None:
-            raise Unavailable(reason)
+        self.loop.check_available()
         return {"status": "ok"}
 
     async def model_info(self, _: Empty) -> Any:
@@ -302,10 +300,15 @@ class Api:
         bad = [id_ for id_ in stop_ids if not 0 <= id_ < self.model.vocab_size]
         if bad:
             raise ConfigError(f"stop_token_ids has {bad[0]}: expected ids from 0 to {self.model.vocab_size - 1}")
+        room, max_new_tokens = max(0, context - len(ids)), params.max_new_tokens
+        if max_new_tokens is None:
+            max_new_tokens = room
+        elif "max_new_tokens" not in params.model_fields_set:
+            max_new_tokens = min(max_new_tokens, room)
         return Prompt(
             rid=body.rid or secrets.token_hex(16),
             ids=ids,
-            max_new_tokens=max(0, context - len(ids)) if params.max_new_tokens is None else params.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,

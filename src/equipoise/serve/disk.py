@@ -75,9 +75,7 @@ def _open_checkpoint(path: Path) -> Folder:
     state = json.loads((path / TRAIN_STATE).read_text())
     config = ModelConfig(**state["config"]["model"])
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    stored: dict[str, Any] = {
-        key.removeprefix(MODEL): entry for key, entry in entries.items() if key.startswith(MODEL)
-    }
+    stored: dict[str, Any] = {key.removeprefix(MODEL): entry for key, entry in entries.items() if key.startswith(MODEL)}
     regions = hf_regions({name: tuple(entry.size) for name, entry in stored.items()})
     held: dict[str, torch.Tensor] = {}
 

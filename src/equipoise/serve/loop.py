@@ -77,6 +77,7 @@ class EngineLoop:
     def close(self) -> None:
         """Ends it: open requests end as aborted."""
         self._closing.set()
+        self._queue.put((Future(), lambda: None))  # wakes it
         self._thread.join(30)
 
     @property
@@ -173,11 +174,15 @@ class EngineLoop:
             return f"memory is released: {', '.join(sorted(self.released))}"
         return None
 
-    def generate(self, prompt: Prompt) -> "Future[Finished]":
-        """Queues a request. Raises Unavailable while the engine does not generate, Refused for a name that is taken."""
-        reason = "generation is paused" if self.is_paused else self.why_not()
+    def check_available(self) -> None:
+        """Raises Unavailable while new requests are not taken."""
+        reason = self.why_not() or ("generation is paused" if self.is_paused else None)
         if reason is not None:
             raise Unavailable(reason)
+
+    def generate(self, prompt: Prompt) -> "Future[Finished]":
+        """Queues a request. Raises Unavailable while the engine does not generate, Refused for a name that is taken."""
+        self.check_available()
         if prompt.rid in self._requests:
             raise Refused(f"there is a request {prompt.rid!r} already")
         loads = [list(self._rank_of.values()).count(rank) for rank in range(self.ranks.size)]
@@ -243,8 +248,8 @@ class EngineLoop:
         if self._update is not None:
             if not take_over:
                 raise Refused(
-                    f"update {self._update.update_id!r} to version {self._update.manifest.version!r} is open: commit or "
-                    "abandon it, or begin with take_over if its trainer is gone"
+                    f"update {self._update.update_id!r} to version {self._update.manifest.version!r} is open: commit "
+                    "or abandon it, or begin with take_over if its trainer is gone"
                 )
             self.abandon(None, f"update {update_id!r} took over")
         parsed = Manifest.parse(manifest)
@@ -317,7 +322,7 @@ class EngineLoop:
         """Ends a group; whether there was one."""
         return any(self.ranks.run("close_group", name=name))
 
-    def _start(self, update: _Update | None, command: str, **arguments: Any) -> "Future[Any]":
+    def _start(self, update: _Update | None, command: str, /, **arguments: Any) -> "Future[Any]":
         self._job_number += 1
         job = f"job{self._job_number}"
         self._on_ranks(command, job=job, **arguments)
@@ -357,7 +362,7 @@ class EngineLoop:
         self.dirty, self.num_updates = None, self.num_updates + 1
         return self.version
 
-    def _on_ranks(self, command: str, **arguments: Any) -> list[Any]:
+    def _on_ranks(self, command: str, /, **arguments: Any) -> list[Any]:
         """A command that begins something: where it fails on one rank, it is undone on the others."""
         try:
             return self.ranks.run(command, **arguments)

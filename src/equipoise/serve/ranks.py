@@ -20,7 +20,7 @@ Execute = Callable[[str, dict[str, Any]], Any]
 STOP = "stop"
 
 
-class Refused(EquipoiseError):
+class Refused(EquipoiseError):  # noqa: N818 - reads as a sentence
     """What was asked for cannot be done as things are; nothing was changed."""
 
 
@@ -43,12 +43,12 @@ class Ranks:
         self.size = 1 if group is None else group.size()
         self._lock = threading.Lock()
 
-    def run(self, name: str, **arguments: Any) -> list[Any]:
+    def run(self, command: str, /, **arguments: Any) -> list[Any]:
         """On rank 0: every rank's result, by rank. Raises RanksError if any failed."""
         with self._lock:
             if self._group is not None:
-                self._send(json.dumps([name, arguments]).encode())
-            return self._results(name, arguments)
+                self._send(json.dumps([command, arguments]).encode())
+            return self._results(command, arguments)
 
     def follow(self) -> None:
         """On the others: does what rank 0 says until it says stop."""

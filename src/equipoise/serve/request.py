@@ -19,7 +19,8 @@ class SamplingParams(Config):
     top_k: int = Field(-1, ge=-1)
     """Draws among so many of the most likely tokens; -1 or 0: all."""
     max_new_tokens: NonNegativeInt | None = 128
-    """Tokens to generate at most; None: as many as a slot holds. 0 only computes the prompt."""
+    """Tokens to generate at most; None: as many as a slot holds, where the default stops as well. 0 only computes the
+    prompt."""
     min_new_tokens: NonNegativeInt = 0
     """No stop token is drawn before so many."""
     stop_token_ids: list[int] | None = None

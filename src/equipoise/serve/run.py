@@ -151,7 +151,12 @@ def _lead(config: ServeConfig, ranks: Ranks, worker: Worker, eos_ids: list[int])
 
 def _uvicorn(api: Api) -> uvicorn.Config:
     return uvicorn.Config(
-        api.app(), log_level="warning", access_log=False, timeout_keep_alive=5, timeout_graceful_shutdown=5, lifespan="off"
+        api.app(),
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=5,
+        lifespan="off",
     )
 
 

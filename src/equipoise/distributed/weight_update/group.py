@@ -82,23 +82,52 @@ class UpdateGroup:
             group, self._group = self._group, None
         if group is None:
             return
-        for device in group._device_types:
-            with contextlib.suppress(Exception):  # a backend without them: dropping it is all there is
-                backend = group._get_backend(device)
-                (backend.abort if abort else backend.shutdown)()
+        # A backend may wait for a peer that is gone: whoever gives up does not.
+        ending = threading.Thread(target=_end, args=[[group], abort], daemon=True)
+        del group
+        ending.start()
+        ending.join(1.0 if abort else self.timeout_s)
+
+
+def _end(holder: list[Any], abort: bool) -> None:
+    group = holder.pop()
+    for device in group._device_types:
+        with contextlib.suppress(Exception):  # a backend without them: dropping it is all there is
+            backend = group._get_backend(device)
+            (backend.abort if abort else backend.shutdown)()
 
 
 def _make(backend: str, store: dist.Store, rank: int, size: int, name: str, timeout_s: float) -> Any:
-    """As `init_process_group` makes one, beside the default group; then taken out of torch's tables."""
-    group, _ = c10d._new_process_group_helper(
-        size, rank, [], backend, store, group_name=name, timeout=timedelta(seconds=timeout_s)
-    )
-    world: Any = c10d._world
-    for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag, world.pg_group_ranks):
-        table.pop(group, None)
-    for tag in world.tags_to_pg.values():
-        if group in tag:
-            tag.remove(group)
-    with contextlib.suppress(RuntimeError):
-        c10d._unregister_process_group(name)  # type: ignore[attr-defined]
+    """A group with the store's keys where `init_process_group` has them, known to nobody but the caller."""
+    prefix = dist.PrefixStore(f"{name}/", store)
+    group: Any = dist.ProcessGroup(prefix, rank, size)
+    group._set_group_name(name)
+    group._set_group_desc(name)
+    made: dict[str, tuple[Any, Any]] = {}
+    for device, transport in c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map().items():
+        if transport not in made:
+            own = dist.PrefixStore(f"{device}/", prefix)
+            made[transport] = _transport(transport, own, rank, size, name, timedelta(seconds=timeout_s))
+        group._register_backend(torch.device(device), *made[transport])
+    group._set_default_backend(next(reversed(made.values()))[0])
     return group
+
+
+def _transport(
+    transport: str, store: dist.Store, rank: int, size: int, name: str, timeout: timedelta
+) -> tuple[Any, Any]:
+    """Torch's type of a backend, and a new one."""
+    types = dist.ProcessGroup.BackendType
+    if transport == "gloo":
+        return types.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[arg-type]
+    if transport == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout, options.group_name = timeout, name
+        return types.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
+    plugin = dist.Backend._plugins[transport.upper()]
+    if not plugin.extended_api:
+        return types.CUSTOM, plugin.creator_fn(store, rank, size, timeout)
+    settings: Any = c10d._DistributedBackendOptions()
+    settings.store, settings.group_rank, settings.group_size = store, rank, size
+    settings.timeout, settings.group_id, settings.global_ranks_in_group = timeout, name, []
+    return types.CUSTOM, plugin.creator_fn(settings, None)

@@ -3,6 +3,7 @@
 Both run in a thread of their own, on a stream of their own, and give up at the deadline.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,9 +94,9 @@ class Intake:
         if any(manifest.buckets[index].num_bytes > offer.slot_bytes for index in taken):
             raise WeightUpdateError(f"a bucket is larger than the {offer.slot_bytes} bytes that are offered for it")
         seconds = {"waited": 0.0, "load": 0.0}
-        counts = Reader(offer.counts, write=True)
-        try:
-            memory = self._open(offer)
+        with contextlib.ExitStack() as stack:
+            counts = stack.enter_context(contextlib.closing(Reader(offer.counts, write=True)))
+            memory = self._open(offer, stack)
             with self._own_stream():
                 for step, index in enumerate(offer.buckets):
                     started = time.perf_counter()
@@ -114,14 +115,12 @@ class Intake:
                     counts.write_number(TAKEN + offer.reader, step + 1)
                     seconds["waited"] += ready - started
                     seconds["load"] += time.perf_counter() - ready
-        finally:
-            counts.close()
         return seconds
 
-    def _open(self, offer: Offer) -> Callable[[int, int], torch.Tensor]:
+    def _open(self, offer: Offer, stack: contextlib.ExitStack) -> Callable[[int, int], torch.Tensor]:
         """Gives bytes [first, first + count) of the offered memory as a tensor."""
         if offer.memory.get("kind") == "shm":
-            reader = Reader(offer.memory)
+            reader = stack.enter_context(contextlib.closing(Reader(offer.memory)))
             room = torch.empty(offer.slot_bytes, dtype=torch.uint8)
 
             def read(first: int, count: int) -> torch.Tensor:

@@ -151,7 +151,7 @@ class Packer:
                 start[lead], size[lead] = start[lead] + row, count
             local = _local(self._tensors[region.tensor])
             here = [begin - low for begin, low in zip(start, box[0])]
-            inside = all(0 <= begin and begin + n <= m for begin, n, m in zip(here, size, box[1]))
+            inside = all(begin >= 0 and begin + n <= m for begin, n, m in zip(here, size, box[1]))
             if inside and local.is_contiguous() and _is_run(size, box[1]):
                 _append_run(work, _Run(offset, spec.torch_dtype, region.tensor, _flat(here, box[1]), math.prod(size)))
                 continue

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import secrets
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,26 @@ _NAME = re.compile(r"equipoise-(\d+)-[0-9a-f]{16}")
 
 
 class Segment:
-    """`num_bytes` of shared memory as a uint8 tensor, owned by the process that made it until `close`."""
+    """`num_bytes` of shared memory as a uint8 tensor; its name goes at `close`, or when nobody refers to it."""
 
     def __init__(self, num_bytes: int) -> None:
         _remove_stale()
         self.name = f"equipoise-{os.getpid()}-{secrets.token_hex(8)}"
         self.num_bytes = num_bytes
-        self._file = os.open(FOLDER / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        path = FOLDER / self.name
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._remove = weakref.finalize(self, path.unlink, missing_ok=True)
         try:
-            os.posix_fallocate(self._file, 0, max(1, num_bytes))  # now, or a full /dev/shm would end the process later
+            os.posix_fallocate(file, 0, max(1, num_bytes))  # now, or a full /dev/shm would end the process later
         except OSError as error:
-            self.close()
+            self._remove()
             raise WeightUpdateError(
                 f"no {num_bytes} bytes of shared memory in {FOLDER}: {error.strerror}; make buckets smaller or "
                 f"{FOLDER} larger"
             ) from None
-        self.tensor = torch.from_file(str(FOLDER / self.name), shared=True, size=max(1, num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(file)
+        self.tensor = torch.from_file(str(path), shared=True, size=max(1, num_bytes), dtype=torch.uint8)
         self.tensor = self.tensor[:num_bytes]
 
     def handle(self) -> dict[str, Any]:
@@ -45,11 +50,7 @@ class Segment:
 
     def close(self) -> None:
         """Takes the name away and the memory back. Twice is harmless."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-            with contextlib.suppress(FileNotFoundError):
-                (FOLDER / self.name).unlink()
+        self._remove()
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 

@@ -52,7 +52,9 @@ class JsonClient:
             response = connection.getresponse()
             text = self._read(connection, response)
         except (OSError, http.client.HTTPException) as error:
-            raise EngineError(f"{where}: no answer ({type(error).__name__}: {error}); is the engine running?", None) from None
+            raise EngineError(
+                f"{where}: no answer ({type(error).__name__}: {error}); is the engine running?", None
+            ) from None
         finally:
             connection.close()
         answer = _parse(text)

@@ -127,12 +127,12 @@ def routes_of(answer: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     text = meta.get("routed_experts")
     if text is None:
         raise EngineError(
-            "the answer has no routed_experts: ask with return_routed_experts, start the server with its option for it, "
-            "and check that no proxy between drops the field",
+            "the answer has no routed_experts: ask with return_routed_experts, start the server with its option for "
+            "it, and check that no proxy between drops the field",
             None,
         )
     flat = np.frombuffer(base64.b64decode(text), dtype=meta.get("routed_experts_dtype", "int32"))
     shape = meta.get("routed_experts_shape") or [num_tokens - 1, -1]
     if shape[0] != num_tokens - 1 or flat.size % max(1, num_tokens - 1):
-        raise EngineError(f"routed_experts has {shape[0]} rows for {num_tokens} tokens: expected {num_tokens - 1}", None)
+        raise EngineError(f"routed_experts has {shape[0]} rows for {num_tokens} tokens: expected one less", None)
     return flat.reshape(shape)
