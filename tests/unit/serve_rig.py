@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -10,10 +11,13 @@ from equipoise.checkpoint.tensors import checksums
 from equipoise.distributed.weight_update import ColocatedUpdate, DistributedUpdate
 from equipoise.models.config import ModelConfig
 from equipoise.models.model import MoEForCausalLM
+from equipoise.serve.api import Api
 from equipoise.serve.clients.reference import ReferenceClient
 from equipoise.serve.engine import EngineConfig
+from equipoise.serve.loop import EngineLoop
+from equipoise.serve.ranks import Ranks
 from equipoise.serve.regions import hf_regions, weight_source
-from equipoise.serve.run import ServerThread
+from equipoise.serve.run import Server, listen
 from equipoise.serve.worker import Worker
 from unit.engine_rig import TOY
 
@@ -21,20 +25,30 @@ TOKEN = "a-token"
 PATHS = {"colocated": ColocatedUpdate, "distributed": DistributedUpdate}
 
 
+class Served(NamedTuple):
+    """What a test reaches behind the API."""
+
+    url: str
+    worker: Worker
+    loop: EngineLoop
+
+
 @contextlib.contextmanager
-def serving(model: ModelConfig = TOY, deadline_s: float = 20.0, **api) -> Iterator[ServerThread]:
+def serving(model: ModelConfig = TOY, deadline_s: float = 20.0, **api) -> Iterator[Served]:
     """A server whose weights have still to come."""
     config = EngineConfig(max_running_requests=3, context_length=64, chunked_prefill_size=16)
     worker = Worker(model, config, CPUAccelerator(), torch.float32, deadline_s=deadline_s)
-    with ServerThread(worker, TOKEN, **api) as server:
-        yield server
+    with listen("127.0.0.1", 0) as sock:
+        loop = EngineLoop(Ranks(worker.execute), worker, worker.engine.version, deadline_s)
+        with Server(loop, Api(loop, TOKEN, **api), sock):
+            yield Served(f"http://127.0.0.1:{sock.getsockname()[1]}", worker, loop)
 
 
-def client_of(server: ServerThread, **options) -> ReferenceClient:
+def client_of(server: Served, **options) -> ReferenceClient:
     return ReferenceClient(server.url, TOKEN, **({"timeout_s": 30.0} | options))
 
 
-def updater(path: str, model: MoEForCausalLM, *servers: ServerThread, bucket_bytes: int = 4096, **options):
+def updater(path: str, model: MoEForCausalLM, *servers: Served, bucket_bytes: int = 4096, **options):
     """One of the two update paths from a trainer's model to engines."""
     clients = [client_of(server) for server in servers]
     settings = {"bucket_bytes": bucket_bytes, "deadline_s": 20.0}

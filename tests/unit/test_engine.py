@@ -9,9 +9,11 @@ from equipoise.errors import ConfigError
 from equipoise.models.config import ModelConfig
 from equipoise.models.model import MoEForCausalLM
 from equipoise.serve.engine import routes_dtype
+from equipoise.serve.model import moe_layers
 from equipoise.serve.request import Finished
 from unit.engine_rig import (
     AWKWARD_LENGTHS,
+    TOY,
     VOCAB,
     engine_of,
     finish,
@@ -43,6 +45,27 @@ def test_logprobs_and_routes_are_the_trainers(slots: int, chunk: int) -> None:
         live = torch.stack([r.ids_TK for r in routings], dim=1)[:-1].numpy()
         assert routes_of(result).dtype == np.uint8
         np.testing.assert_array_equal(routes_of(result), live)
+
+
+def test_latent_attention_and_its_router_as_well() -> None:
+    """DeepSeek-V3's parts: other features of keys than of values, sigmoid scores, groups, shared experts, biases."""
+    latent = {
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+    }
+    router = {"scoring_func": "sigmoid", "selection_bias": True, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+    model = trainer_model(TOY.model_copy(update=latent | router | {"num_nextn_predict_layers": 1}))
+    for layer in moe_layers(model):
+        layer.gate.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, TOY.num_experts))
+    prompts = [prompt(some_ids(n), f"{n}") for n in (1, 7, 17)]
+    results = generate(engine_of(model, chunked_prefill_size=6), *prompts)
+    for one in prompts:
+        result = results[one.rid]
+        expected = trainer_logprobs(model, one.ids + result.output_ids, 0.7)
+        assert result.input_logprobs + result.output_logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_request_draws_the_same_tokens_alone_and_in_any_batch() -> None:

@@ -107,8 +107,8 @@ class CUDAAccelerator(TorchAccelerator):
             return data.set_(storage, int(handle["start"]), (int(handle["num_bytes"]),))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"the memory handle cannot be opened ({str(error).splitlines()[0]}): are both processes on one machine, "
-                "do both see the device, is the other one alive?"
+                f"the memory handle cannot be opened ({str(error).splitlines()[0]}): are both processes on one "
+                "machine, do both see the device, is the other one alive?"
             ) from error
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:

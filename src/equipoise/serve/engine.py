@@ -15,8 +15,8 @@ from pydantic import Field, PositiveInt
 
 from equipoise.config import Config
 from equipoise.errors import ConfigError
-from equipoise.models.attention import rotary_tables
 from equipoise.models.model import MoEForCausalLM
+from equipoise.models.rotary import rotary_tables
 from equipoise.serve.kv_cache import KVCache, Span
 from equipoise.serve.request import Finished, Prompt
 from equipoise.serve.sampling import draw, log_probabilities
@@ -192,7 +192,7 @@ class Engine:
         ids_1T = torch.tensor([ids], dtype=torch.int64, device=self.device)
         positions_1T = torch.tensor([positions], dtype=torch.int64, device=self.device)
         x_1TD = decoder.embed_tokens(ids_1T)
-        rotary = rotary_tables(positions_1T, config.head_dim, config.rope_theta, x_1TD.dtype)
+        rotary = rotary_tables(positions_1T, config.head_dim, config.rope_theta, x_1TD.dtype, config.rope_scaling)
         routes = []
         for layer, attention in zip(decoder.layers[: config.num_hidden_layers], self.cache.step(spans)):
             x_1TD, routing = layer(x_1TD, rotary, attention, None)

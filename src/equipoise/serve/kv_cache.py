@@ -23,13 +23,17 @@ class Span(NamedTuple):
 
 
 class KVCache:
-    """Two tensors for each layer, [C, G, M, H]. `release` gives their memory back, `allocate` takes it again."""
+    """Two tensors for each layer, [C, G, M, H of a key or of a value]. `release` gives their memory back, `allocate`
+    takes it again."""
 
     def __init__(
         self, config: ModelConfig, num_slots: int, max_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_layers, self.num_slots, self.max_tokens = config.num_hidden_layers, num_slots, max_tokens
-        self.shape = (num_slots, config.num_key_value_heads, max_tokens, config.head_dim)
+        heads, features = config.num_key_value_heads, (config.head_dim, config.head_dim)
+        if config.kv_lora_rank is not None:  # the latent is kept expanded
+            heads, features = config.num_attention_heads, (config.qk_head_dim, config.v_head_dim)
+        self.key_shape, self.value_shape = ((num_slots, heads, max_tokens, size) for size in features)
         self.dtype, self.device = dtype, device
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -44,8 +48,8 @@ class KVCache:
         """Memory for all slots; twice is harmless. Zeros: what was never written must not hold NaN."""
         if not self.keys:
             self.keys, self.values = (
-                [torch.zeros(self.shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
-                for _ in range(2)
+                [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
+                for shape in (self.key_shape, self.value_shape)
             )
 
     def release(self) -> None:
@@ -88,16 +92,19 @@ class StepAttention(CachedAttention):
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: _Rows) -> None:
         self.keys, self.values, self.rows = keys, values, rows
 
-    def attend(self, q_BNSH: torch.Tensor, k_BGSH: torch.Tensor, v_BGSH: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, q_BNSH: torch.Tensor, k_BGSH: torch.Tensor, v_BGSH: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
         """B is 1: the step's tokens, S of them, belong to several sequences."""
-        rows, out = self.rows, torch.empty_like(q_BNSH)
+        rows, out = self.rows, q_BNSH.new_empty(*q_BNSH.shape[:3], v_BGSH.shape[-1])
+        options = {"scale": scale, "enable_gqa": q_BNSH.shape[1] != k_BGSH.shape[1]}
         if rows.longest:
             q_RN1H, k_RGH, v_RGH = (x[0].transpose(0, 1)[rows.rows_R] for x in (q_BNSH, k_BGSH, v_BGSH))
             self.keys[rows.slots_R, :, rows.positions_R] = k_RGH
             self.values[rows.slots_R, :, rows.positions_R] = v_RGH
             k = self.keys[:, :, : rows.longest][rows.slots_R]
             v = self.values[:, :, : rows.longest][rows.slots_R]
-            y = F.scaled_dot_product_attention(q_RN1H[:, :, None], k, v, attn_mask=rows.mask_R11M, enable_gqa=True)
+            y = F.scaled_dot_product_attention(q_RN1H[:, :, None], k, v, attn_mask=rows.mask_R11M, **options)
             out[0, :, rows.rows_R] = y[:, :, 0].transpose(0, 1)
         for first, (slot, start, count) in rows.chunks:
             new, end = slice(first, first + count), start + count
@@ -109,6 +116,6 @@ class StepAttention(CachedAttention):
                 new_positions = torch.arange(start, end, device=k.device)
                 mask = torch.arange(end, device=k.device) <= new_positions[:, None]
             out[:, :, new] = F.scaled_dot_product_attention(
-                q_BNSH[:, :, new], k, v, attn_mask=mask, is_causal=start == 0, enable_gqa=True
+                q_BNSH[:, :, new], k, v, attn_mask=mask, is_causal=start == 0, **options
             )
         return out

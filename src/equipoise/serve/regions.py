@@ -6,30 +6,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from equipoise.checkpoint.hf import pieces_per_expert
 from equipoise.checkpoint.tensors import model_tensors
 from equipoise.distributed.weight_update import Region, Target, TensorSpec, WeightSource, spec_of
 
-GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+EXPERTS = ".mlp.experts."
 
 
 def hf_regions(shapes: Mapping[str, Sequence[int]]) -> dict[str, Region]:
     """Regions by name, from whole shapes by our names. Neighbours in a tensor follow each other: they move together."""
-    regions: dict[str, Region] = {}
-    for name, shape in shapes.items():
-        if name.endswith(GATE_UP):
-            prefix, (num_experts, rows, hidden) = name.removesuffix(GATE_UP), shape
-            for expert in range(num_experts):
-                for part, first in (("gate_proj", 0), ("up_proj", rows // 2)):
-                    key = f"{prefix}.experts.{expert}.{part}.weight"
-                    regions[key] = Region(name, (expert, first, 0), (1, rows // 2, hidden), 1)
-        elif name.endswith(DOWN):
-            prefix, (num_experts, hidden, inner) = name.removesuffix(DOWN), shape
-            for expert in range(num_experts):
-                key = f"{prefix}.experts.{expert}.down_proj.weight"
-                regions[key] = Region(name, (expert, 0, 0), (1, hidden, inner), 1)
-        else:
-            regions[name] = Region(name, (0,) * len(shape), tuple(shape))
-    return regions
+    return {
+        piece.key: Region(name, piece.start, piece.size, int(piece.is_slice))
+        for name, shape in shapes.items()
+        for piece in pieces_per_expert(name, tuple(shape))
+    }
 
 
 def weight_source(model: nn.Module, dtype: torch.dtype | None = None) -> WeightSource:
@@ -49,8 +39,7 @@ def engine_tensors(
     tensors = model_tensors(model)
     shapes = {}
     for name, tensor in tensors.items():
-        is_experts = name.endswith((GATE_UP, DOWN))
-        shapes[name] = (num_experts, *tensor.shape[1:]) if is_experts else tuple(tensor.shape)
+        shapes[name] = (num_experts, *tensor.shape[1:]) if EXPERTS in name else tuple(tensor.shape)
     specs, targets = {}, {}
     flats = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
     for name, region in hf_regions(shapes).items():

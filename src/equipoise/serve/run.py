@@ -5,24 +5,26 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Self
 
 import torch
 import uvicorn
 from pydantic import Field
 
 from equipoise.accelerator import Accelerator, get_accelerator
+from equipoise.checkpoint.hf import open_source
 from equipoise.config import Config
 from equipoise.data.tokenizer import load_tokenizer
 from equipoise.distributed.world import World, join_world
-from equipoise.errors import ConfigError
+from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.models.config import ModelConfig
 from equipoise.serve.api import Api
-from equipoise.serve.disk import open_folder
+from equipoise.serve.disk import eos_ids_of
 from equipoise.serve.engine import EngineConfig
 from equipoise.serve.loop import EngineLoop
 from equipoise.serve.ranks import Ranks
@@ -31,6 +33,12 @@ from equipoise.serve.worker import Worker
 logger = logging.getLogger(__name__)
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineFailed(EquipoiseError):  # noqa: N818 - as RankFailure
+    """The engine cannot go on; what it was doing is lost."""
+
+
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -102,21 +110,36 @@ def serve(config: ServeConfig) -> None:
         ConfigError: no model there, the address cannot be listened on, or it is not local while the token is a new one.
     """
     accelerator = get_accelerator()
-    folder = open_folder(config.model)
+    source = open_source(config.model)
+    model, eos_ids = source.config, eos_ids_of(source)
+    source.close()
     with join_world(accelerator, config.timeout_s) as world:
-        worker = build_worker(config, folder.config, world)
+        worker = build_worker(config, model, world)
         ranks = Ranks(worker.execute, world.group if world.size > 1 else None)
-        if world.rank != 0:
-            ranks.follow()
-            return
-        try:
-            _lead(config, ranks, worker, folder.eos_ids)
-        finally:
-            with contextlib.suppress(Exception):
-                ranks.stop()
+        with _signals() as stop:
+            if world.rank != 0:  # rank 0 says when to stop
+                ranks.follow()
+                return
+            try:
+                _lead(config, ranks, worker, eos_ids, stop)
+            finally:
+                with contextlib.suppress(Exception):
+                    ranks.stop()
 
 
-def _lead(config: ServeConfig, ranks: Ranks, worker: Worker, eos_ids: list[int]) -> None:
+@contextlib.contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set instead of what they would do."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _lead(config: ServeConfig, ranks: Ranks, worker: Worker, eos_ids: list[int], stop: threading.Event) -> None:
     token, made = read_admin_token(config.admin_token_file)
     try:
         if config.host not in LOCAL and made is not None:
@@ -124,26 +147,23 @@ def _lead(config: ServeConfig, ranks: Ranks, worker: Worker, eos_ids: list[int])
                 f"--host {config.host} is not this machine alone: give --admin-token-file, so that you know who can "
                 "change the engine"
             )
+        tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+        if tokenizer is not None and not eos_ids:
+            eos_ids = [tokenizer.eos_id]
         with listen(config.host, config.port) as sock:
             loop = EngineLoop(ranks, worker, worker.engine.version, config.timeout_s)
             if config.load_weights:
                 loop.is_paused = True
                 loop.load_disk(str(config.model), loop.version)
                 loop.is_paused = False
-            tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
-            if tokenizer is not None and not eos_ids:
-                eos_ids = [tokenizer.eos_id]
             api = Api(loop, token, str(config.model), tokenizer, eos_ids)
-            port = sock.getsockname()[1]
-            logger.info("serving %s on http://%s:%d", config.model, config.host, port)
-            logger.info("admin token: %s", made or config.admin_token_file)
-            loop.start()
-            try:
-                uvicorn.Server(_uvicorn(api)).run(sockets=[sock])
-            finally:
-                loop.close()
+            with Server(loop, api, sock):
+                logger.info("serving %s on http://%s:%d", config.model, config.host, sock.getsockname()[1])
+                logger.info("admin token in %s", made or config.admin_token_file)
+                while loop.is_alive and not stop.wait(0.2):
+                    continue
             if loop.failure is not None:
-                raise ConfigError(f"the engine has failed: {loop.failure}")
+                raise EngineFailed(f"the engine has failed: {loop.failure}")
     finally:
         if made is not None:
             made.unlink(missing_ok=True)
@@ -180,24 +200,19 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
         sock.close()
 
 
-class ServerThread:
-    """An engine of one process served from a thread of this one: for tests, and for loops in one process."""
+class Server:
+    """HTTP in a thread of this process, for the time of the block. Starts and ends the loop."""
 
-    def __init__(self, worker: Worker, token: str = "token", **api: Any) -> None:
-        self.worker = worker
-        self.loop = EngineLoop(Ranks(worker.execute), worker, worker.engine.version, worker.deadline_s)
-        self._sock = socket.socket()
-        self._sock.bind(("127.0.0.1", 0))
-        self._sock.listen(128)
-        self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
-        self.token = token
-        self._server = uvicorn.Server(_uvicorn(Api(self.loop, token, **api)))
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def __init__(self, loop: EngineLoop, api: Api, sock: socket.socket) -> None:
+        self.loop = loop
+        self._sock = sock
+        self._server = uvicorn.Server(_uvicorn(api))
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def _run(self) -> None:
         asyncio.run(self._server.serve(sockets=[self._sock]))
 
-    def __enter__(self) -> "ServerThread":
+    def __enter__(self) -> Self:
         self.loop.start()
         self._thread.start()
         return self
@@ -206,4 +221,3 @@ class ServerThread:
         self._server.should_exit = True
         self.loop.close()
         self._thread.join(10)
-        self._sock.close()
