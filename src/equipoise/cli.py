@@ -1,4 +1,4 @@
-"""The command line: `equipoise train`, `view`, `simulate`, `convert`, `doctor`, `bench`.
+"""The command line: `equipoise train`, `view`, `simulate`, `convert`, `serve`, `doctor`, `bench`.
 
 torch is imported only by the commands that need it, so that help is quick.
 """
@@ -24,6 +24,7 @@ from equipoise.convert import convert
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.exit_codes import EXIT_FAILED, exit_codes
 from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode
+from equipoise.serve_command import serve
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
 from equipoise.train.schema import Schema, read_schema
@@ -53,6 +54,7 @@ main = typer.Typer(
 
 main.add_typer(bench, name="bench")
 main.command()(convert)
+main.command()(serve)
 
 
 def _print_version(wanted: bool) -> None:

@@ -59,7 +59,11 @@ def save_tokenizer(folder: Path, template: Any = CHATML) -> Path:
     )
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|endoftext|>", "bos_token": {"__type": "AddedToken", "content": "<s>"}, "chat_template": template}
+    settings = {
+        "eos_token": "<|endoftext|>",
+        "bos_token": {"__type": "AddedToken", "content": "<s>"},
+        "chat_template": template,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
     return folder
 

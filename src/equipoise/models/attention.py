@@ -3,6 +3,7 @@
 Shapes: B sequences, S tokens, N query heads, G key/value heads, H features per head, D model features.
 """
 
+from abc import ABC, abstractmethod
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,8 +24,19 @@ class Documents(NamedTuple):
     spans: list[tuple[int, int, int]]
 
 
-AttentionMask = Documents | Any | None
-"""None: causal over the whole sequence. `Documents`, or FlexAttention's BlockMask: causal within each document."""
+class CachedAttention(ABC):
+    """Attention of new tokens to keys and values kept from earlier steps, in one layer: generation."""
+
+    @abstractmethod
+    def attend(
+        self, q_BNSH: torch.Tensor, k_BGSH: torch.Tensor, v_BGSH: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Keeps the new keys and values (rotated); returns [B, N, S, features of a value]. `scale` as in `attend`."""
+
+
+AttentionMask = Documents | CachedAttention | Any | None
+"""None: causal over the whole sequence. `Documents`, or FlexAttention's BlockMask: causal within each document.
+`CachedAttention`: causal after what was kept."""
 
 
 def document_mask(document_ids_BS: torch.Tensor | None) -> AttentionMask:
@@ -67,6 +79,8 @@ def attend(
     grouped = q_BNSH.shape[1] != k_BGSH.shape[1]
     if mask is None:
         return F.scaled_dot_product_attention(q_BNSH, k_BGSH, v_BGSH, is_causal=True, scale=scale, enable_gqa=grouped)
+    if isinstance(mask, CachedAttention):
+        return mask.attend(q_BNSH, k_BGSH, v_BGSH, scale)
     if isinstance(mask, Documents):
         out: list[list[torch.Tensor]] = [[] for _ in range(q_BNSH.shape[0])]
         for sequence, start, end in mask.spans:

@@ -165,3 +165,9 @@ def _pieces(name: str, shape: tuple[int, ...], experts: ExpertLayout, first_expe
             yield Piece(f"{prefix}.{expert}.up_proj.weight", (expert, rows // 2, 0), half, True)
     else:
         yield Piece(name, (0,) * len(shape), shape, transposed=experts == "transposed")
+
+
+def pieces_per_expert(name: str, shape: tuple[int, ...]) -> list[Piece]:
+    """The tensors that together are our parameter of this whole shape, where each expert has its own: as on the Hub,
+    and as serving engines take them. For any model, also one that no family expresses."""
+    return list(_pieces(name, shape, "per_expert", 0))
