@@ -144,7 +144,8 @@ def _run_candidate(
     if target64 + copy_tokens < ceiling:
         target = target64.to(tl.int32)
         room_1P = tl.where(is_rank_1P, target - load_1P, 0)
-        free_1P = tl.where(is_rank_1P, R, 0)
+        # Made from the loads (whose sign is 0) so that the compiler lays them over the lanes alike.
+        free_1P = tl.where(is_rank_1P, R + (load_1P >> 31), 0)
         sent_1P = tl.zeros_like(rank_1P)
         code_1P = LAST_RANK - rank_1P
         master_M1 = tl.arange(0, home_MP.shape[0])[:, None]
@@ -167,7 +168,10 @@ def _run_candidate(
             live = live & (worst != -CAP - 1)
             giver = tl.where(pair, giver, LAST_RANK - code)
             excess = tl.where(pair, excess, worst * sign)
-            size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
+            if home_MP.shape[1] <= 32:
+                size_M1 = tl.gather(home_MP, tl.zeros_like(master_M1) + giver, 1)  # a shuffle
+            else:
+                size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
             want = tl.maximum(excess, min_tokens)
 
             open_1P = tl.where(free_1P > 0, tl.maximum(room_1P, 0), 0)
@@ -317,9 +321,11 @@ def plan_kernel(
         fill = tl.load(rules_ptr + variant * 4 + 3)
         step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
         rank_1P = tl.arange(0, P_PAD)[None, :]
-        # Adding a 0 that the compiler does not know hides that masters are neighbours in memory: it would spread them
-        # over the lanes, and the ranks over few.
-        master_M1 = tl.arange(0, M_PAD)[:, None] ^ (num_targets >> 30)
+        master_M1 = tl.arange(0, M_PAD)[:, None]
+        if P_PAD <= 32:  # a rank to each lane
+            # A 0 that the compiler does not know hides that masters are neighbours in memory: it would spread them over
+            # the lanes. With more ranks that is as well: each lane has several to work on at once.
+            master_M1 = master_M1 ^ (num_targets >> 30)
         expert_MP = rank_1P * M + master_M1
         is_expert_MP = (rank_1P < P) & (master_M1 < M)
         if OWN_SUMS:
