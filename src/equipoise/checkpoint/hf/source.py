@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from equipoise.checkpoint import layout
+from equipoise.checkpoint import layout, manifest
 from equipoise.checkpoint.hf.folder import HFFolder, beside, original_config
 from equipoise.checkpoint.hf.fp8 import BLOCK, FP8, SCALE_SUFFIX, dequantize
 from equipoise.checkpoint.hf.mapping import Piece
@@ -171,7 +171,7 @@ class TrainingSource:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        reason = layout.incomplete_reason(self.path)
+        reason = manifest.incomplete_reason(self.path)
         if reason is not None:
             raise CheckpointError(f"cannot read checkpoint {self.path}: {reason}.")
         saved = json.loads((self.path / layout.TRAIN_STATE).read_text())
@@ -241,7 +241,7 @@ def open_source(path: Path) -> Source:
         CheckpointError: there is nothing that can be read, or it is not whole.
     """
     path = Path(path)
-    if (path / layout.TRAIN_STATE).exists() or (path / layout.MANIFEST).exists():
+    if (path / layout.TRAIN_STATE).exists() or (path / manifest.MANIFEST).exists():
         return TrainingSource(path)
     if (path / "config.json").exists():
         return FolderSource(path)
