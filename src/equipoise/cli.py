@@ -1,4 +1,4 @@
-"""The command line: `equipoise train`, `equipoise view`, `equipoise doctor`, `equipoise bench`.
+"""The command line: `equipoise train`, `view`, `simulate`, `convert`, `serve`, `doctor`, `bench`.
 
 torch is imported only by the commands that need it, so that help is quick.
 """
@@ -20,9 +20,11 @@ from equipoise.bench import balance as _balance  # noqa: F401 - adds its command
 from equipoise.bench import kernels as _kernels  # noqa: F401
 from equipoise.bench import plan as _plan  # noqa: F401
 from equipoise.bench.group import bench
+from equipoise.convert import convert
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.exit_codes import EXIT_FAILED, exit_codes
 from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode
+from equipoise.serve_command import serve
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
 from equipoise.train.schema import Schema, read_schema
@@ -51,6 +53,8 @@ main = typer.Typer(
 
 
 main.add_typer(bench, name="bench")
+main.command()(convert)
+main.command()(serve)
 
 
 def _print_version(wanted: bool) -> None:
@@ -118,6 +122,14 @@ def train(
             help="Continue from the newest checkpoint in the run folder, if there is one.",
         ),
     ] = True,
+    resume_step: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            show_default="the newest",
+            help="Continue from the checkpoint of this step; later ones are set aside, not deleted.",
+        ),
+    ] = None,
     help_config: Annotated[
         bool, typer.Option("--help-config", help="Print the settings (of the section named) and exit.")
     ] = False,
@@ -135,7 +147,7 @@ def train(
             typer.echo(describe_settings(read_schema(root), context.args))
             return
         typed = typed or shlex.join(["equipoise", *sys.argv[1:]])
-        _train(root, context.args, nproc_per_node, out, resume, typed)
+        _train(root, context.args, nproc_per_node, out, resume, resume_step, typed)
 
 
 def _root_class() -> "type[BaseModel]":
@@ -150,8 +162,13 @@ def _train(
     nproc_per_node: int | None,
     out: Path | None,
     resume: bool,
+    resume_step: int | None,
     typed: str,
 ) -> None:
+    if resume_step is not None and (out is None or not resume):
+        raise ConfigError(
+            "--resume-step names a checkpoint of an earlier run: give that run's folder with --out, without --no-resume"
+        )
     recipe, overrides = split_recipe(root, arguments)
     config = load_config(root, recipe, overrides)
     count, world_size = launch.choose_worker_count(nproc_per_node)
@@ -160,17 +177,23 @@ def _train(
         joins = launch.has_launcher(os.environ)
         out = _joined_run_dir(recipe, os.environ) if joins else _new_run_dir(recipe)
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]
+    if resume_step is not None:
+        options += ["--resume-step", str(resume_step)]
     command = ["train", *arguments, *options]
-    run = functools.partial(_run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume, typed)
+    run = functools.partial(
+        _run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume, typed, resume_step
+    )
     launch.start(count, [*command, "--typed", typed], run)
 
 
-def _run_here(config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool, typed: str) -> None:
+def _run_here(
+    config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool, typed: str, resume_step: int | None
+) -> None:
     """Train in this process; a signal that arrives meanwhile ends the command with its exit code."""
     from equipoise.train.run import run_training
 
     with StopSignals() as stop:
-        run_training(config, out, argv, resume, typed)
+        run_training(config, out, argv, resume, typed, resume_step)
     stop.raise_if_requested()
 
 
@@ -282,3 +305,78 @@ def doctor(
         typer.echo(examination.to_json(report) if as_json else examination.to_words(report))
         if report["problems"]:
             raise typer.Exit(EXIT_FAILED)
+
+
+@main.command(
+    help=(
+        "Predict whether balancing will pay: replay the loads of a TRACE (a run folder) or of a workload through "
+        "planners and a cost model, with no device and no model.\n\n"
+        "\b\nExamples:\n"
+        "  equipoise simulate runs/demo --ranks 2,4\n"
+        "  equipoise simulate --workload W2 --imbalance 1.5 --ranks 8,64 --slots 1,2,4 --tolerance 0.01,0.05\n"
+        "  equipoise simulate --workload lognormal --ranks 64 --domain-size 8 --planners exact_load,ultraep\n\n"
+        "Workloads: W0 to W7 (balanced, hot_experts, hot_rank, spread, ragged_sources, zero_load_ranks, rotating, "
+        "burst), or lognormal. Hardware: h200, h100 (assumed rates), or a file of `equipoise bench calibrate`."
+    ),
+    short_help="Predict whether balancing will pay.",
+)
+def simulate(
+    trace: Annotated[str | None, typer.Argument(help="Run folder, trace folder, or one of its files.")] = None,
+    workload: Annotated[str | None, typer.Option(help="W0 to W7, their names, or lognormal.")] = None,
+    ranks: Annotated[str, typer.Option(show_default="the trace's, or 8", help="Sizes of the EP group.")] = "",
+    slots: Annotated[str, typer.Option(help="Replica slots per rank.")] = "1,2",
+    tolerance: Annotated[str, typer.Option(help="Tolerated excess over the mean rank load.")] = "0.01",
+    planners: Annotated[str, typer.Option(help="Planners by name, or my_file.py:function.")] = "exact_load",
+    hardware: Annotated[str, typer.Option(help="h200, h100, or a calibration file.")] = "h200",
+    domain_size: Annotated[int, typer.Option(min=0, help="Ranks joined by a fast link; 0: all.")] = 0,
+    copy_tokens: Annotated[
+        int | None, typer.Option(min=0, show_default="the hardware's", help="Cost of a replica in rows of an expert.")
+    ] = None,
+    min_tokens: Annotated[int, typer.Option(min=1, help="Least rows of a replica.")] = 1,
+    imbalance: Annotated[float, typer.Option(help="Largest over mean rank load of a workload.")] = 1.5,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of a workload.")] = 128,
+    top_k: Annotated[int, typer.Option(min=1, help="Experts per token of a workload.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank in a microbatch.")] = 8192,
+    layers: Annotated[int, typer.Option(min=1, help="MoE layers of a workload.")] = 48,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a workload.")] = 8,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="The workload's shares to the row, as [synthetic_routing] lays them down.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of a workload's draws.")] = 0,
+    hidden_size: Annotated[
+        int | None, typer.Option(min=1, show_default="the trace's, or 2048", help="Features of a token.")
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(min=1, show_default="the trace's, or 768", help="Features inside an expert.")
+    ] = None,
+    steps: Annotated[str, typer.Option(show_default="all", help="First and last step of the trace, as 100,200.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
+) -> None:
+    with exit_codes():
+        from equipoise.simulate import command
+        from equipoise.simulate.sweep import Sweep
+
+        first_last = command.parse_numbers(steps, "--steps") if steps else None
+        if first_last is not None and len(first_last) != 2:
+            raise ConfigError(f"--steps is {steps!r}: expected the first and the last step, such as 100,200")
+        rows, about = command.run(
+            trace,
+            workload,
+            command.WorkloadSize(imbalance, experts, top_k, tokens, layers, microbatches, seed, exact),
+            Sweep(
+                ranks=command.parse_numbers(ranks, "--ranks") if ranks else (),
+                planners=planners.split(","),
+                slots=command.parse_numbers(slots, "--slots"),
+                tolerances=command.parse_numbers(tolerance, "--tolerance", float),
+                min_tokens=min_tokens,
+                domain_size=domain_size,
+                copy_tokens=copy_tokens,
+            ),
+            hardware,
+            hidden_size,
+            intermediate_size,
+            None if first_last is None else (first_last[0], first_last[1]),
+        )
+        if out is not None:
+            command.write_json(out, rows, about)
+            typer.echo(f"written to {out}")

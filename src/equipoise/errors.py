@@ -31,3 +31,7 @@ class PlanError(EquipoiseError, ValueError):
 
 class TraceError(EquipoiseError, ValueError):
     """A load trace is missing, cut, foreign or of another version, or cannot be written."""
+
+
+class WeightUpdateError(EquipoiseError, RuntimeError):
+    """An update of an engine's weights did not take place; says what the engine has now."""

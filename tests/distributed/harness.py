@@ -33,7 +33,13 @@ from pathlib import Path
 from typing import Any
 
 OUTPUT_TAIL = 6000  # characters of each rank's output that a failure shows
-PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "pydantic")
+PRELOADED = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",  # which the meta device imports
+    "pydantic",
+)
 STACKS_S = 1.0  # time that a rank is given to write its stacks before it is killed
 
 

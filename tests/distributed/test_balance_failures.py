@@ -70,7 +70,7 @@ def run_config(num_ranks: int, timeout_s: float = 60) -> TrainConfig:
         parallel=ParallelConfig(ep_size=num_ranks, timeout_s=timeout_s),
         train=LoopConfig(steps=STEPS, global_batch_size=2 * num_ranks, micro_batch_size=1, sequence_length=8),
         optimizer=OptimizerConfig(warmup_steps=0),
-        checkpoint=CheckpointConfig(every=EVERY, keep_last=0),
+        checkpoint=CheckpointConfig(every=EVERY, keep_last=0, async_save=False),
         balance=BalanceConfig(tolerance=0.0, num_redundant_experts_per_rank=2),
     )
 
@@ -79,12 +79,12 @@ def heat_rank_0() -> None:
     """Lets runs start with a selection bias that sends most tokens to the first rank's experts."""
     restore = Trainer.restore
 
-    def heated(trainer: Trainer, resume: bool) -> None:
+    def heated(trainer: Trainer, *resume: Any) -> None:
         for layer in moe_layers(trainer.model):
             bias_E = layer.gate.e_score_correction_bias
             assert bias_E is not None
             bias_E[: len(bias_E) // trainer.world.size] = 2.0
-        restore(trainer, resume)
+        restore(trainer, *resume)
 
     Trainer.restore = heated  # type: ignore[method-assign]
 

@@ -108,8 +108,9 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def checkpoints(run: Path) -> list[int]:
-    """Steps that are saved."""
-    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+    """Steps that are saved; not those that are being written."""
+    names = [path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*")]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def until(condition: Callable[[], bool], command: Command, deadline_s: float = DEADLINE_S) -> None:

@@ -1,19 +1,29 @@
 """Training checkpoints in one process: what is complete, what is refused before a change, what is kept."""
 
+import errno
 import json
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from equipoise.accelerator import CPUAccelerator
-from equipoise.checkpoint import layout
+from equipoise.checkpoint import layout, saver
+from equipoise.checkpoint.manifest import MANIFEST, Manifest, describe_file, write_manifest
+from equipoise.checkpoint.resume import WENT_BACK
+from equipoise.checkpoint.saver import Progress
+from equipoise.checkpoint.shards import LaterWriter
 from equipoise.checkpoint.training import (
+    CheckpointSaver,
     TrainingState,
+    choose_checkpoint,
     find_latest,
     load_checkpoint,
     refuse_existing,
@@ -174,15 +184,15 @@ def test_moments_that_are_missing_in_a_checkpoint_are_an_error(tmp_path: Path) -
     content["optimizer_stateless"].remove("embed.weight")
     text = json.dumps(content)
     (path / layout.TRAIN_STATE).write_text(text)
-    manifest = json.loads((path / layout.MANIFEST).read_text())
-    manifest["files"][layout.TRAIN_STATE] = len(text)
-    (path / layout.MANIFEST).write_text(json.dumps(manifest))
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][layout.TRAIN_STATE]["bytes"] = len(text)
+    (path / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"optimizer state of 'embed.weight' is missing"):
         load_checkpoint(path, fresh(), WORLD)
 
 
 def damage_manifest(path: Path) -> None:
-    (path / layout.MANIFEST).write_text("{")
+    (path / MANIFEST).write_text("{")
 
 
 def truncate_shard(path: Path) -> None:
@@ -193,7 +203,7 @@ def truncate_shard(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: (path / layout.MANIFEST).unlink(), "did not finish"),
+        (lambda path: (path / MANIFEST).unlink(), "did not finish"),
         (damage_manifest, "unreadable"),
         (truncate_shard, "bytes instead of"),
         (lambda path: next(path.glob("*.distcp")).unlink(), "is missing"),
@@ -235,13 +245,37 @@ def test_no_checkpoints_is_no_error(tmp_path: Path) -> None:
     refuse_existing(tmp_path / "missing", WORLD)
 
 
-@pytest.mark.parametrize(("keep_last", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
-def test_only_the_newest_are_kept(tmp_path: Path, keep_last: int, left: list[int]) -> None:
-    state = trained(0)
-    for step in (1, 2, 3, 4):
-        state.step = step
-        save_checkpoint(tmp_path, state, WORLD, keep_last=keep_last)
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "left"),
+    [
+        (0, 0, [1, 2, 3, 4, 5]),
+        (1, 0, [5]),
+        (2, 0, [4, 5]),
+        (9, 0, [1, 2, 3, 4, 5]),
+        (1, 2, [2, 4, 5]),
+        (2, 5, [4, 5]),
+        (0, 3, [1, 2, 3, 4, 5]),
+        (1, 1, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_newest_and_every_nth_are_kept(tmp_path: Path, keep_last: int, keep_every: int, left: list[int]) -> None:
+    for step in (1, 2, 3, 4, 5):
+        folder = layout.step_path(tmp_path, step)
+        folder.mkdir()
+        write_manifest(folder, Manifest(step, 1, {}))
+        layout.delete_old(tmp_path, step, keep_last, keep_every)
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{n:08d}" for n in left]
+
+
+def test_remains_of_a_dead_run_are_deleted_once_a_later_save_is_complete(tmp_path: Path) -> None:
+    state = trained(0)
+    save_checkpoint(tmp_path, state, WORLD)
+    for name in ("step-00000000.tmp", "step-00000001.tmp", "step-00000009.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_text("half")
+    state.step = 2
+    save_checkpoint(tmp_path, state, WORLD, keep_last=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000009.tmp"]
 
 
 def test_nothing_is_deleted_before_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +292,229 @@ def test_nothing_is_deleted_before_the_new_one_is_complete(tmp_path: Path, monke
     assert str(tmp_path / "step-00000001") in str(caught.value)
     assert list(tmp_path.iterdir()) == [old]
     assert find_latest(tmp_path) == old
+
+
+@pytest.mark.parametrize(
+    ("part", "wait", "code"),
+    [
+        ("write", True, errno.ENOSPC),
+        ("write", False, errno.EIO),
+        ("write_index", False, errno.ENOSPC),
+    ],
+    ids=["waited for", "in the background", "in the background, after the shards"],
+)
+def test_a_write_that_fails_is_an_error_and_keeps_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, wait: bool, code: int
+) -> None:
+    state = trained(1)
+    writer = CheckpointSaver(tmp_path, WORLD, keep_last=1)
+    old = writer.save(state)
+    whole = {file.name: file.read_bytes() for file in old.iterdir()}
+    state.step = 2
+    with monkeypatch.context() as patched:
+        patched.setattr(LaterWriter, part, failing(OSError(code, "the system's reason")))
+        with pytest.raises(CheckpointError, match="the system's reason") as caught:
+            save_to_the_end(writer, state, wait)
+    assert str(tmp_path / "step-00000002") in str(caught.value)
+    assert "Earlier checkpoints are untouched" in str(caught.value)
+    assert list(tmp_path.iterdir()) == [old]
+    assert {file.name: file.read_bytes() for file in old.iterdir()} == whole
+    assert writer.save(state) == choose_checkpoint(tmp_path, WORLD)  # once there is room
+
+
+def save_to_the_end(writer: CheckpointSaver, state: TrainingState, wait: bool) -> None:
+    writer.save(state, wait)
+    writer.finish()
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fails(*args: object) -> None:
+        raise error
+
+    return fails
+
+
+def changed_since(state: TrainingState) -> None:
+    with torch.no_grad():
+        for value in [*state.model.parameters(), *state.model.buffers()]:
+            value.add_(1)
+        for slots in state.optimizer.state.values():
+            for value in slots.values():
+                value.mul_(3)
+    state.loader["position"] = 99
+
+
+def test_training_goes_on_while_a_state_is_written_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread waits until the state has changed; what it writes is the state at the call. A second time, as the
+    copies lie in the same memory as the first ones."""
+    release = threading.Event()
+    write = LaterWriter.write
+
+    def slow(*args: Any) -> None:
+        assert release.wait(20)
+        write(*args)
+
+    monkeypatch.setattr(LaterWriter, "write", slow)
+    writer = CheckpointSaver(tmp_path, WORLD)
+    state = trained()
+    for step in (2, 3):
+        state.step, state.loader = step, {"position": step}
+        random_state = torch.get_rng_state()
+        want = {name: value.clone() for name, value in state.model.state_dict().items()}
+        moments = {slot: v.clone() for slot, v in state.optimizer.state[state.model.embed.weight].items()}
+        path = writer.save(state, wait=False)
+        torch.rand(1)
+        changed_since(state)
+        assert writer.progress == Progress.BUSY
+        writer.advance(Progress.BUSY)
+        assert not path.exists()
+        release.set()
+        deadline = time.monotonic() + 20
+        while not path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+            writer.advance(writer.progress)  # as at the end of each step
+        writer.finish()
+        release.clear()
+        loaded = fresh()
+        meta = load_checkpoint(path, loaded, WORLD)
+        assert meta.loader == {"position": step}
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert all(torch.equal(value, want[name]) for name, value in loaded.model.state_dict().items())
+        got = loaded.optimizer.state[loaded.model.embed.weight]
+        assert all(torch.equal(got[slot], moments[slot]) for slot in moments)
+
+
+def test_a_save_that_is_due_waits_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = LaterWriter.write
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.05)
+        write(*args)
+
+    monkeypatch.setattr(LaterWriter, "write", slow)
+    writer = CheckpointSaver(tmp_path, WORLD)
+    state = trained(0)
+    for step in (1, 2):
+        state.step = step
+        writer.save(state, wait=False)
+    assert find_latest(tmp_path) == tmp_path / "step-00000001"
+    assert "the save of step 1 was still being written when that of step 2 was due" in caplog.text
+    writer.save(state)  # the same step: waits for it
+    assert find_latest(tmp_path) == tmp_path / "step-00000002"
+    assert writer.last_step == 2
+
+
+def test_a_run_that_fails_lets_go_of_a_save_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(LaterWriter, "write", lambda *args: never.wait(20))
+    monkeypatch.setattr(saver, "ABANDON_S", 0.05)
+    writer = CheckpointSaver(tmp_path, WORLD)
+    writer.save(trained(0), wait=False)
+    started = time.monotonic()
+    writer.close()
+    assert time.monotonic() - started < 5
+    assert find_latest(tmp_path) is None
+    never.set()
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def three(tmp_path: Path) -> TrainingState:
+    """Checkpoints of steps 1, 2, 3."""
+    state = trained(0)
+    for step in (1, 2, 3):
+        state.step = step
+        save_checkpoint(tmp_path, state, WORLD)
+    return state
+
+
+def test_the_manifest_holds_what_sha256sum_prints(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, trained(), WORLD)
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert sorted(manifest["files"]) == sorted(p.name for p in path.iterdir() if p.name != MANIFEST)
+    assert sorted(manifest["files"]) == [".metadata", "__0_0.distcp", "train_state.json"]
+    for name, entry in manifest["files"].items():
+        assert entry == describe_file(path / name)._asdict()
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert describe_file(tmp_path / "abc") == (3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", layout.TRAIN_STATE])
+def test_a_damaged_checkpoint_is_passed_over_with_the_file_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    three(tmp_path)
+    flip_a_bit(tmp_path / "step-00000003" / file)
+    assert choose_checkpoint(tmp_path, WORLD) == tmp_path / "step-00000002"
+    assert "checkpoint of step 3 is damaged and ignored" in caplog.text
+    assert f"file {file} has SHA-256" in caplog.text
+    assert choose_checkpoint(tmp_path, WORLD, verify=False) == tmp_path / "step-00000003"
+    with pytest.raises(CheckpointError, match=f"cannot resume from step 3: .* is damaged: file {file}"):
+        choose_checkpoint(tmp_path, WORLD, resume_step=3)
+    assert (tmp_path / "step-00000003" / file).exists()
+
+
+def test_damage_to_all_checkpoints_is_an_error_and_no_new_start(tmp_path: Path) -> None:
+    three(tmp_path)
+    for path in tmp_path.iterdir():
+        flip_a_bit(path / layout.TRAIN_STATE)
+    with pytest.raises(CheckpointError, match=r"every complete .* \(step-00000003, step-00000002, step-00000001\)"):
+        choose_checkpoint(tmp_path, WORLD)
+
+
+def test_a_step_to_resume_from_is_taken_or_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    three(tmp_path)
+    assert choose_checkpoint(tmp_path, WORLD, resume_step=2) == tmp_path / "step-00000002"
+    (tmp_path / "step-00000003" / MANIFEST).unlink()
+    for step, reason in ((3, "did not finish"), (7, "no such folder")):
+        with pytest.raises(CheckpointError, match=rf"step {step}.*{reason}.* Complete checkpoints of the run: 1, 2\."):
+            choose_checkpoint(tmp_path, WORLD, resume_step=step)
+    with pytest.raises(CheckpointError, match="Complete checkpoints of the run: none"):
+        choose_checkpoint(tmp_path / "empty", WORLD, resume_step=1)
+
+
+def test_a_command_that_goes_back_and_is_started_again_keeps_what_it_trained_since(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = three(tmp_path)
+    state.step, state.extra = 4, {WENT_BACK: 2}
+    save_checkpoint(tmp_path, state, WORLD)
+    assert choose_checkpoint(tmp_path, WORLD, resume_step=2) == tmp_path / "step-00000004"
+    assert "trained after the run went back to step 2" in caplog.text
+    assert choose_checkpoint(tmp_path, WORLD, resume_step=1) == tmp_path / "step-00000001"
+
+
+def test_newer_checkpoints_are_set_aside_and_never_deleted(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("lines")
+    folder = tmp_path / "checkpoints"
+    for aside in ("superseded-1", "superseded-2"):
+        three(folder)
+        assert layout.set_newer_aside(folder, 1, metrics) == folder / aside
+        names = ["metrics.jsonl", "step-00000002", "step-00000003"]
+        assert sorted(p.name for p in (folder / aside).iterdir()) == names
+        assert find_latest(folder / aside) == folder / aside / "step-00000003"
+        assert find_latest(folder) == folder / "step-00000001"
+        assert layout.set_newer_aside(folder, 1, metrics) is None
+        (folder / "step-00000001").rename(tmp_path / aside)  # so that they can be saved once more
+    assert metrics.read_text() == "lines"
+
+
+def test_a_place_that_cannot_be_written_is_found_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout.refuse_unwritable(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+    monkeypatch.setattr(Path, "write_bytes", failing(OSError(errno.EROFS, "Read-only file system")))
+    with pytest.raises(OSError, match="Read-only"):
+        layout.refuse_unwritable(tmp_path)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
-"""The same weights give the same logits and gradients as transformers' Qwen3-MoE (FP32, CPU)."""
+"""The same weights give the same logits and gradients as transformers' Qwen3-MoE and DeepSeek-V3 (FP32, CPU)."""
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from equipoise.models import cross_entropy
 from equipoise.models.config import ModelConfig
 from equipoise.models.model import IGNORED_LABEL, MoEForCausalLM
+from unit.hf_toys import deepseek_model, hf_model
 
 VARIANTS = {
     "plain": {},
@@ -19,40 +19,51 @@ VARIANTS = {
     "one key head, top 1": {"num_key_value_heads": 1, "num_experts_per_tok": 1},
     "all experts": {"num_experts_per_tok": 8},
     "rotary base": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+}
+DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+DEEPSEEK_VARIANTS = {
+    "plain": {},
+    "halves rotated": {"rope_interleave": False},
+    "full query projection": {"q_lora_rank": None},
+    "yarn": {"rope_scaling": DEEPSEEK_YARN},
+    "yarn to whole frequencies": {"rope_scaling": {**DEEPSEEK_YARN, "mscale_all_dim": 0, "truncate": False}},
+    "attention bias": {"attention_bias": True},
+    "no dense layers, two shared": {"first_k_dense_replace": 0, "n_shared_experts": 2},
+    "weights as they are": {"norm_topk_prob": False},
+    "tied embeddings": {"tie_word_embeddings": True},
 }
 
 
-def hf_model(**changes) -> Qwen3MoeForCausalLM:
-    values = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "initializer_range": 0.2,
-        "use_cache": False,
-    }
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(values | changes)))
-    for name, parameter in model.named_parameters():  # norms and biases start as constants: make them count
-        if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
-    return model
-
-
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+    return float((a - b).detach().norm() / b.detach().norm())
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 def test_logits_and_every_gradient(changes: dict, recompute: str) -> None:
-    theirs = hf_model(**changes)
+    check_logits_and_every_gradient(hf_model(**changes), recompute)
+
+
+@pytest.mark.parametrize("changes", DEEPSEEK_VARIANTS.values(), ids=DEEPSEEK_VARIANTS.keys())
+def test_logits_and_every_gradient_of_deepseek(changes: dict) -> None:
+    check_logits_and_every_gradient(deepseek_model(**changes), "none")
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_latent_attention_recomputed(recompute: str) -> None:
+    check_logits_and_every_gradient(deepseek_model(), recompute)
+
+
+def check_logits_and_every_gradient(theirs, recompute: str) -> None:
     ours = MoEForCausalLM(ModelConfig.from_hf(theirs.config.to_dict()))
     ours.load_state_dict(theirs.state_dict())
     for layer in ours.model.layers:
@@ -90,9 +101,10 @@ def test_loss_in_chunks_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         assert relative(embedding, results[0][2]) <= 1e-5
 
 
-def test_packed_documents_equal_separate_ones() -> None:
+@pytest.mark.parametrize("theirs", [hf_model, deepseek_model])
+def test_packed_documents_equal_separate_ones(theirs) -> None:
     """Document-masked attention with restarting positions: each document as if it were alone."""
-    theirs = hf_model()
+    theirs = theirs()
     ours = MoEForCausalLM(ModelConfig.from_hf(theirs.config.to_dict()))
     ours.load_state_dict(theirs.state_dict())
     lengths = [[5, 1, 11], [17]]
@@ -109,9 +121,11 @@ def test_packed_documents_equal_separate_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "only 'qwen3_moe'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"model_type": "gpt_oss"}, "'gpt_oss' cannot be read: only 'qwen3_moe', 'deepseek_v3'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'llama3' is not supported"),
         ({"use_sliding_window": True}, "sliding-window"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({"model_type": "deepseek_v3", "topk_method": "greedy"}, "topk_method is 'greedy'"),
     ],
 )
 def test_unsupported_features_are_refused_by_name(changes: dict, message: str) -> None:

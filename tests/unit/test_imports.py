@@ -24,7 +24,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("launch", "options"),
     ("exit_codes",),
     ("bench",),
-    ("doctor",),
+    ("doctor", "convert", "serve_command"),
     ("cli",),
     ("__main__",),
 ]

@@ -9,7 +9,7 @@ import equipoise
 
 SOURCES = str(Path(equipoise.__file__).parents[1])
 OPTIONAL = (
-    *("deep_ep", "triton", "transformers", "huggingface_hub", "tensorboard", "wandb", "ray", "liger_kernel"),
+    *("deep_ep", "triton", "transformers", "peft", "huggingface_hub", "tensorboard", "wandb", "ray", "liger_kernel"),
     *("torch_musa", "torch_npu", "scipy", "plotly", "starlette", "uvicorn", "datasets"),
 )
 TRAINING = ("typer", "rich", "tokenizers", "pyarrow", "safetensors", "tomli_w")

@@ -13,7 +13,14 @@ from equipoise.train.load import load_config
 from equipoise.train.recipes import list_recipes, preset_folder
 from equipoise.train.resolved import to_toml
 
-WORLDS = {"demo": [2, 4, 8], "deepseek-router": [2, 4, 8], "moe-100m": [1, 2, 4, 8], "qwen3-30b-a3b": [8, 16, 64]}
+WORLDS = {
+    "demo": [2, 4, 8],
+    "deepseek-router": [2, 4, 8],
+    "moe-100m": [1, 2, 4, 8],
+    "qwen3-30b-a3b": [8, 16, 64],
+    "continue": [8, 16, 64],
+    "sft": [8, 16, 32],
+}
 NAMES = [recipe.name for recipe in list_recipes()]
 
 

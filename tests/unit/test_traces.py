@@ -72,6 +72,16 @@ def test_no_tokens_is_an_imbalance_of_one(tmp_path: Path) -> None:
     assert open_trace(tmp_path).layers(["rank_imbalance"])["rank_imbalance"].to_pylist() == [1.0]
 
 
+def test_layers_are_never_pooled(tmp_path: Path) -> None:
+    """C06: each layer sends everything to one expert, another one in each; pooled they would look even."""
+    info = TraceInfo(num_layers=2, num_experts=2, num_experts_per_tok=1, ep_size=2)
+    load = np.array([[[2, 0], [2, 0]], [[0, 2], [0, 2]]])
+    write(tmp_path, LayerRows(1, 0, 0, load, load.sum(1)[:, :, None]), info=info)
+    table = open_trace(tmp_path).layers()
+    assert table["rank_imbalance"].to_pylist() == [2.0, 2.0]
+    assert table["rank_load"].to_pylist() == [[4, 0], [0, 4]]
+
+
 def test_matrices_are_null_where_only_loads_were_recorded(tmp_path: Path) -> None:
     write(tmp_path, rows(1, has_matrices=False), rows(2))
     trace = open_trace(tmp_path)

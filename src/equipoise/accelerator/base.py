@@ -175,6 +175,25 @@ class Accelerator(ABC):
         none."""
         return None
 
+    def shares_memory(self) -> bool:
+        """Whether `share_memory` works: another process of this host can then read a tensor's memory."""
+        return False
+
+    def share_memory(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """A handle, plain JSON, of the memory of a contiguous tensor on the current device. Each is opened once, by
+        another process; the memory is not given back before that process lets go of it.
+
+        Raises `ConfigError` where `shares_memory` is false.
+        """
+        raise ConfigError(f"memory of {self.device_type} devices cannot be shared between processes here")
+
+    def open_memory(self, handle: Mapping[str, Any]) -> torch.Tensor:
+        """Another process's memory as a flat uint8 tensor, by its handle. It is valid while that process lives.
+
+        Raises `ConfigError` for a handle of another kind, or that is malformed.
+        """
+        raise ConfigError(f"{handle.get('kind')!r} is not a kind of memory that this process can open")
+
     def enable_expandable_segments(self) -> Capability:
         """Let the allocator grow its segments in place; the answer says whether it does now."""
         return self.supports("expandable_segments")

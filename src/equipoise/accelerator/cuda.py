@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from equipoise.accelerator.base import Capability, OutOfMemory
 from equipoise.accelerator.registry import Registration
 from equipoise.accelerator.torch_accelerator import TorchAccelerator
 from equipoise.accelerator.visible_devices import VisibleDevices
+from equipoise.errors import ConfigError
 
 NVIDIA_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 ROCM_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -62,6 +65,52 @@ class CUDAAccelerator(TorchAccelerator):
             torch._C._cuda_attach_out_of_memory_observer(observed)  # type: ignore[attr-defined]
         return answer
 
+    def shares_memory(self) -> bool:
+        """True: by memory handles of the driver."""
+        return True
+
+    def share_memory(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Kind "cuda_ipc"; names the device by its UUID, since processes may count devices differently."""
+        storage: Any = tensor.untyped_storage()
+        device, handle, size, start, counter, counter_start, event, waits = storage._share_cuda_()
+        return {
+            "kind": "cuda_ipc",
+            "device": str(torch.cuda.get_device_properties(device).uuid),
+            "handle": _to_text(handle),
+            "storage": [size, start],
+            "counter": [_to_text(counter), counter_start],
+            "event": [_to_text(event), bool(waits)],
+            "start": tensor.storage_offset() * tensor.element_size(),
+            "num_bytes": tensor.numel() * tensor.element_size(),
+        }
+
+    def open_memory(self, handle: Mapping[str, Any]) -> torch.Tensor:
+        """Kind "cuda_ipc"."""
+        if handle.get("kind") != "cuda_ipc":
+            return super().open_memory(handle)
+        try:
+            device = _index_of(handle["device"])
+            (size, start), (counter, counter_start), (event, waits) = (
+                handle[k] for k in ("storage", "counter", "event")
+            )
+            storage = torch.UntypedStorage._new_shared_cuda(
+                device,
+                _from_text(handle["handle"]),
+                int(size),
+                int(start),
+                _from_text(counter),
+                int(counter_start),
+                _from_text(event),
+                bool(waits),
+            )
+            data = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device))
+            return data.set_(storage, int(handle["start"]), (int(handle["num_bytes"]),))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"the memory handle cannot be opened ({str(error).splitlines()[0]}): are both processes on one "
+                "machine, do both see the device, is the other one alive?"
+            ) from error
+
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """From the table of datasheets, by the device's name."""
         return datasheets.peak_flops(self.device_name(), dtype)
@@ -89,6 +138,22 @@ class CUDAAccelerator(TorchAccelerator):
             if major < 8:
                 return Capability(False, f"compute capability {major}.{minor}; the project's kernels need 8.0")
         return super()._supports_triton()
+
+
+def _to_text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _from_text(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _index_of(uuid: str) -> int:
+    """Local ordinal of a device."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return index
+    raise ValueError(f"this process does not see the device {uuid}")
 
 
 def is_available() -> Capability:

@@ -32,8 +32,8 @@ from equipoise.dispatch.base import Dispatched, Dispatcher, Exchange
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import World, join_world
 from equipoise.errors import ConfigError
-from equipoise.models.attention import rotary_tables
 from equipoise.models.layer import DecoderLayer
+from equipoise.models.rotary import rotary_tables
 from equipoise.moe.layer import MoELayer
 from equipoise.moe.synthetic import WORKLOADS, SyntheticRouting, Workload
 from equipoise.train.config import TrainConfig, plan_run
@@ -218,7 +218,7 @@ class Runner:
         shape = (trainer.plan.micro_batch_size, length, model.hidden_size)
         x_BSD = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
         positions = torch.arange(length, device=device)[None]
-        rotary = rotary_tables(positions, model.head_dim, model.rope_theta, dtype)
+        rotary = rotary_tables(positions, model.head_dim, model.rope_theta, dtype, model.rope_scaling)
         return layer, (x_BSD, rotary, None, None)
 
     def _layer_step(self, index: int) -> dict[str, float]:

@@ -1,32 +1,32 @@
-"""Folders of a run's checkpoints: names, completeness, publishing and retention. Plain files, no tensors.
+"""Folders of a run's checkpoints: names, publishing, retention, going back. Plain files, no tensors.
 
     checkpoints/step-00000020/       a complete checkpoint
         __0_0.distcp .. .metadata    shards and index of torch.distributed.checkpoint
         train_state.json             step, loader position, config, ...
-        COMPLETE                     name and size of every other file; written last
+        COMPLETE                     size and checksum of every other file; written last
     checkpoints/step-00000030.tmp/   being written, or left by a run that died; never read
+    checkpoints/superseded-1/        what was newer when a run went back to an earlier step; never read
 
 A folder counts as a checkpoint only if it has its final name, a COMPLETE file, and all files listed there at
 their sizes.
 """
 
-import json
+import itertools
 import logging
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
+from equipoise.checkpoint.manifest import Manifest, incomplete_reason, write_manifest
 from equipoise.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "COMPLETE"
 TRAIN_STATE = "train_state.json"
-FORMAT = 1
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_NAME = re.compile(r"step-(\d{8,})\.tmp")
+_LISTED = 20  # steps that an error lists
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -47,50 +47,83 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def incomplete_reason(path: Path) -> str | None:
-    """Why `path` is no complete checkpoint; None if it is one. Sizes are checked, contents are not."""
-    if not path.is_dir():
-        return "there is no such folder"
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = {str(name): int(size) for name, size in manifest["files"].items()}
-        written_format = manifest["format"]
-    except FileNotFoundError:
-        return f"it has no {MANIFEST} file, so its writing did not finish"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {MANIFEST} file is unreadable ({error})"
-    if written_format != FORMAT:
-        return f"its format is {written_format}; this version reads format {FORMAT}"
-    for name, size in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"file {name} is missing"
-        if file.stat().st_size != size:
-            return f"file {name} has {file.stat().st_size} bytes instead of {size}"
-    return None
-
-
-def newest_complete(directory: Path) -> Path | None:
-    """Newest complete checkpoint under `directory`, or None. Incomplete newer ones are logged and ignored."""
+def final_folders(directory: Path) -> list[tuple[int, Path]]:
+    """Folders with a final name, complete or not, by ascending step."""
     if not directory.is_dir():
-        return None
-    found, partial = [], []
-    for path in directory.iterdir():
-        if match := _STEP_NAME.fullmatch(path.name):
-            found.append((int(match[1]), path))
-        elif match := _PARTIAL_NAME.fullmatch(path.name):
-            partial.append((int(match[1]), path))
+        return []
+    return sorted((int(m[1]), path) for path in directory.iterdir() if (m := _STEP_NAME.fullmatch(path.name)))
+
+
+def partial_folders(directory: Path) -> list[tuple[int, Path]]:
+    """Folders of unfinished writes by ascending step."""
+    if not directory.is_dir():
+        return []
+    return sorted((int(m[1]), path) for path in directory.iterdir() if (m := _PARTIAL_NAME.fullmatch(path.name)))
+
+
+def newest_complete(directory: Path, below: int | None = None) -> Path | None:
+    """Newest complete checkpoint under `directory`, of a step less than `below`; None without one.
+
+    Incomplete newer ones are logged and ignored.
+    """
     newest = None
-    for step, path in sorted(found, reverse=True):
+    for step, path in reversed(final_folders(directory)):
+        if below is not None and step >= below:
+            continue
         reason = incomplete_reason(path)
         if reason is None:
             newest = (step, path)
             break
         logger.warning("checkpoint of step %d is incomplete and ignored: %s: %s", step, path, reason)
-    for step, path in sorted(partial):
+    for step, path in partial_folders(directory) if below is None else []:
         if newest is None or step > newest[0]:
             logger.warning("checkpoint of step %d is incomplete and ignored: %s was not finished", step, path)
     return newest[1] if newest else None
+
+
+def complete_at(directory: Path, step: int) -> Path:
+    """The complete checkpoint of `step`. Raises CheckpointError that lists those that are there."""
+    path = step_path(directory, step)
+    reason = incomplete_reason(path)
+    if reason is None:
+        return path
+    steps = [s for s, other in final_folders(directory) if incomplete_reason(other) is None]
+    listed = ", ".join(map(str, steps[-_LISTED:])) or "none"
+    raise CheckpointError(
+        f"cannot resume from step {step}: {path}: {reason}. Complete checkpoints of the run: "
+        f"{'..., ' if len(steps) > _LISTED else ''}{listed}. Choose one of them, or leave --resume-step away to take "
+        "the newest."
+    )
+
+
+def refuse_unwritable(directory: Path) -> None:
+    """Makes `directory` and a file in it that is removed again; the OSError of a place that cannot be written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    probe = directory / f".writable-{os.getpid()}"
+    try:
+        probe.write_bytes(b"\0")
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def set_newer_aside(directory: Path, step: int, metrics: Path | None = None) -> Path | None:
+    """Moves checkpoints of steps after `step` into a new folder `superseded-<n>`, with a copy of `metrics`.
+
+    A run that continues from an earlier step will write these steps again. Returns the folder, None if there was
+    nothing to move. The newest goes first, so that a move which is cut short leaves no gap.
+    """
+    newer = [path for s, path in final_folders(directory) if s > step]
+    if not newer:
+        return None
+    aside = next(p for n in itertools.count(1) if not (p := directory / f"superseded-{n}").exists())
+    aside.mkdir()
+    if metrics is not None and metrics.exists():
+        shutil.copy2(metrics, aside / metrics.name)
+    for path in reversed(newer):
+        path.rename(aside / path.name)
+    sync_folder(aside)
+    sync_folder(directory)
+    return aside
 
 
 def prepare_partial(final: Path) -> None:
@@ -109,24 +142,14 @@ def prepare_partial(final: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as JSON and waits until it is on storage. Raises TypeError or ValueError if it can't."""
-    text = json.dumps(value, indent=1, allow_nan=False)
-    with open(path, "w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def publish(partial: Path, final: Path, step: int, world_size: int) -> None:
+def publish(partial: Path, final: Path, manifest: Manifest) -> None:
     """Writes the manifest of `partial` and gives the folder its final name in one rename, all on storage."""
-    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir()) if path.is_file()}
-    write_json(partial / MANIFEST, {"format": FORMAT, "step": step, "world_size": world_size, "files": files})
-    _sync_folder(partial)
+    write_manifest(partial, manifest)
+    sync_folder(partial)
     if final.exists():  # incomplete, or prepare_partial would have refused
         shutil.rmtree(final)
     partial.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def discard_partial(final: Path) -> None:
@@ -139,30 +162,31 @@ def discard_partial(final: Path) -> None:
         logger.warning("cannot remove the unfinished checkpoint %s: %s", partial, error)
 
 
-def delete_old(directory: Path, keep_last: int, current: int) -> None:
-    """Deletes partial checkpoints up to step `current`, and complete ones but the newest `keep_last`.
+def delete_old(directory: Path, current: int, keep_last: int, keep_every: int = 0) -> None:
+    """Deletes partial checkpoints up to step `current`, and complete ones but those that are to be kept:
+    the newest `keep_last` (0 keeps all) and those whose step is a multiple of `keep_every` (0: none).
 
-    0 keeps all. To be called once `current` is complete. A failure is only logged.
+    To be called once `current` is complete. A failure is only logged.
     """
     try:
-        complete, remains = [], []
-        for path in directory.iterdir():
-            if (match := _STEP_NAME.fullmatch(path.name)) and int(match[1]) <= current:
-                if incomplete_reason(path) is None:
-                    complete.append((int(match[1]), path))
-            elif (match := _PARTIAL_NAME.fullmatch(path.name)) and int(match[1]) <= current:
-                remains.append(path)
-        complete.sort()
-        for _, path in complete[:-keep_last] if keep_last else []:
-            # Renamed first, so that a deletion that is cut short leaves nothing that looks like a checkpoint.
-            remains.append(path.rename(partial_path(path)))
-        for path in remains:
-            shutil.rmtree(path)
+        for step, path in partial_folders(directory):
+            if step <= current:
+                shutil.rmtree(path)
+        complete = [
+            (step, path)
+            for step, path in final_folders(directory)
+            if step <= current and incomplete_reason(path) is None
+        ]
+        for step, path in complete[:-keep_last] if keep_last else []:
+            if keep_every == 0 or step % keep_every:
+                # Renamed first, so that a deletion that is cut short leaves nothing that looks like a checkpoint.
+                shutil.rmtree(path.rename(partial_path(path)))
     except OSError as error:
         logger.warning("cannot delete old checkpoints in %s: %s", directory, error)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Waits until the names in a folder are on storage."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

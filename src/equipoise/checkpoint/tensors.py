@@ -110,7 +110,8 @@ def optimizer_targets(
 ) -> dict[str, torch.Tensor]:
     """Zero tensors by `<name>.<slot>`, laid out like the parameters, into which stored state can be read.
 
-    A fresh optimizer has no state of its own to be filled. `stateless` are the parameters that had none when
+    A fresh optimizer has no state of its own to be filled. One that keeps its state elsewhere than the parameters are
+    has a method `new_state(parameter, dtype)`. `stateless` are the parameters that had none when
     saved. Raises CheckpointError if the state of any parameter is missing, left over, or of another shape.
     """
     slots_of: dict[str, dict[str, Stored]] = {}
@@ -119,13 +120,14 @@ def optimizer_targets(
         slots_of.setdefault(name, {})[slot] = value
     targets: dict[str, torch.Tensor] = {}
     problems, known, without = [], set(), set(stateless)
+    new_state = getattr(optimizer, "new_state", _zeros_like)
     for _, name, parameter in optimizer_parameters(model, optimizer):
         known.add(name)
         if name not in slots_of and name not in without:
             problems.append(f"optimizer state of {name!r} is missing in the checkpoint")
         for slot, (shape, dtype) in slots_of.get(name, {}).items():
             if shape == tuple(parameter.shape):
-                targets[f"{name}.{slot}"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                targets[f"{name}.{slot}"] = new_state(parameter, dtype)
             elif shape == ():
                 targets[f"{name}.{slot}"] = torch.zeros((), dtype=dtype)
             else:
@@ -171,6 +173,10 @@ def digest(text: str) -> int:
 def is_replicated(tensor: torch.Tensor) -> bool:
     """Whether it is a plain tensor, which every rank holds in full."""
     return not isinstance(tensor, DTensor)
+
+
+def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,19 @@ class DataConfig(Config):
     """Which files of a folder or hub dataset to read, as a glob relative to it, such as `**/*.md`. Unset:
     every file of a folder that is not hidden; of a hub dataset, the files of its training split."""
 
-    column: str = Field("text", min_length=1)
-    """Field of each JSONL line, or column of each Parquet file, that holds the text. Plain text has none."""
+    format: Literal["text", "chat"] = "text"
+    """What a JSONL line or Parquet row holds. `text`: a document. `chat`: a conversation, a list of messages with
+    `role` and `content`, rendered by the tokenizer's chat template; only what the assistant wrote is trained."""
+
+    column: str | None = Field(None, min_length=1)
+    """Field of each JSONL line, or column of each Parquet file, that holds the text or the messages. Plain text has
+    none. Unset: `text`, or `messages` where format is `chat`."""
+
+    chat_template: str | None = Field(None, min_length=1)
+    """File with a Jinja chat template, in place of the tokenizer's own. Unset: the tokenizer's."""
+
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a conversation that is longer than a sequence; `truncate` keeps its beginning."""
 
     tokenizer: str = Field("bytes", min_length=1)
     """`bytes` (one token per UTF-8 byte, and 256 for end of document), a `tokenizer.json` of the Hugging Face
@@ -58,6 +69,21 @@ class DataConfig(Config):
     def _nothing_is_ignored(self) -> "DataConfig":
         if self.source == "random" and (self.packing == "documents" or self.max_documents is not None):
             raise ValueError("source 'random' has no documents; leave packing at 'concat' and max_documents unset")
+        if self.format == "chat":
+            if self.source in ("stdlib", "random"):
+                raise ValueError(f"source {self.source!r} has no conversations; give a .jsonl or .parquet file of them")
+            if self.packing != "documents":
+                raise ValueError(
+                    "format 'chat' needs packing 'documents', in which no conversation sees another one; 'concat' "
+                    "would cut them anywhere"
+                )
+        elif self.chat_template is not None or self.overlong != "error":
+            raise ValueError("chat_template and overlong are for format 'chat'; leave them unset")
         if self.source in ("stdlib", "random") and self.include is not None:
             raise ValueError(f"source {self.source!r} is no folder; leave include unset")
         return self
+
+    @property
+    def column_name(self) -> str:
+        """`column`, or what it is where it is unset."""
+        return self.column or ("messages" if self.format == "chat" else "text")

@@ -7,7 +7,9 @@ from hashlib import blake2b
 
 import numpy as np
 
+from equipoise.data.chat import load_template, tokenize_conversations
 from equipoise.data.config import DataConfig
+from equipoise.data.conversations import read_conversations
 from equipoise.data.dataset import PackedDataset, RandomDataset, StreamDataset, TokenDataset
 from equipoise.data.sources import SourceReport, read_documents
 from equipoise.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,17 +23,20 @@ _RANDOM_TRAIN, _RANDOM_HELD_OUT = 1 << 20, 1 << 8  # sequences
 @dataclass(frozen=True)
 class TokenizedDocuments:
     """`tokens`: uint16 or uint32 [T], each document followed by its end token. `starts`: int64 [documents +
-    1]. `draw`: float64 [documents] in [0, 1), from a hash of each document's text."""
+    1]. `draw`: float64 [documents] in [0, 1), from a hash of each document's text. `trained`: bool [T], tokens with a
+    loss; None: all. Documents with it are conversations, which end as their template says."""
 
     tokens: np.ndarray
     starts: np.ndarray
     draw: np.ndarray
+    trained: np.ndarray | None = None
 
     def select(self, chosen: np.ndarray) -> "TokenizedDocuments":
         """The documents where `chosen`, bool [documents], holds."""
         lengths = np.diff(self.starts)
-        tokens = self.tokens[np.repeat(chosen, lengths)]
-        return TokenizedDocuments(tokens, _offsets(lengths[chosen]), self.draw[chosen])
+        here = np.repeat(chosen, lengths)
+        trained = None if self.trained is None else self.trained[here]
+        return TokenizedDocuments(self.tokens[here], _offsets(lengths[chosen]), self.draw[chosen], trained)
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,15 @@ def build_dataset(
         return Datasets(train, held_out, tokenizer)
 
     report = SourceReport(config.source)
-    documents = tokenize(read_documents(config, report), tokenizer)
+    if config.format == "chat":
+        documents = tokenize_chat(config, tokenizer, sequence_length, report)
+    else:
+        documents = tokenize(read_documents(config, report), tokenizer)
     report.log()
     training, held = split(documents, config.eval_fraction)
     # Every token but the first has a label; in packed documents every token but each document's first.
     num_labels = len(training.tokens) - (len(training.starts) - 1 if config.packing == "documents" else 1)
-    if num_labels < sequence_length:
+    if num_labels < sequence_length and config.format == "text":
         raise DataError(
             f"data.source {config.source!r} is too short: {report.describe()}; {len(training.tokens)} of its "
             f"{len(documents.tokens)} tokens (end-of-document tokens included) are for training, and one "
@@ -119,15 +127,49 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> TokenizedDocumen
     return TokenizedDocuments(tokens, _offsets(np.array(lengths, np.int64)), np.array(draw, np.float64))
 
 
+def tokenize_chat(
+    config: DataConfig, tokenizer: Tokenizer, sequence_length: int, report: SourceReport
+) -> TokenizedDocuments:
+    """Samples of all conversations: the tokens that the chat template makes of them, and which of them to train.
+
+    Raises `DataError` as `load_template`, `read_conversations` and `tokenize_conversations` do, and where nothing is
+    left.
+    """
+    template = load_template(config, tokenizer)
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    samples, draw = [], []
+    conversations = read_conversations(config, report)
+    for conversation, found in tokenize_conversations(
+        conversations, template, tokenizer, sequence_length, config.overlong, report
+    ):
+        samples += found
+        draw += [_draw(conversation.text)] * len(found)
+    if not samples:
+        raise DataError(
+            f"data.source {config.source!r}: every one of {report.num_documents} conversations is longer than "
+            f"train.sequence_length {sequence_length} and was left out; raise it"
+        )
+    tokens = np.concatenate([sample.ids for sample in samples]).astype(dtype)
+    trained = np.concatenate([sample.trained for sample in samples])
+    lengths = np.array([len(sample.ids) for sample in samples], np.int64)
+    return TokenizedDocuments(tokens, _offsets(lengths), np.array(draw, np.float64), trained)
+
+
 def split(documents: TokenizedDocuments, eval_fraction: float) -> tuple[TokenizedDocuments, TokenizedDocuments | None]:
     """(training, held out) parts. A document's side depends on its own text alone, so adding documents moves
     none and equal ones stay together. Where that leaves a side empty, or fewer than one document is due, the
-    end of the longest document is held out instead."""
+    end of the longest document is held out instead; of conversations, which are not cut, one whole."""
     num_documents = len(documents.draw)
     if eval_fraction == 0 or len(documents.tokens) < 2:
         return documents, None
     held = documents.draw < eval_fraction
     if num_documents * eval_fraction >= 1 and held.any() and not held.all():
+        return documents.select(~held), documents.select(held)
+    if documents.trained is not None:
+        held = documents.draw == documents.draw.min()
+        if held.all():
+            logger.warning("there is one conversation only, so none is held out; there will be no evaluation")
+            return documents, None
         return documents.select(~held), documents.select(held)
     return _split_longest(documents, eval_fraction)
 
@@ -162,7 +204,7 @@ def _dataset(
     pad_last: bool,
 ) -> TokenDataset:
     if config.packing == "documents":
-        return PackedDataset(documents.tokens, documents.starts, tokenizer, sequence_length)
+        return PackedDataset(documents.tokens, documents.starts, tokenizer, sequence_length, documents.trained)
     return StreamDataset(documents.tokens, tokenizer, sequence_length, pad_last=pad_last)
 
 

@@ -60,6 +60,7 @@ class _TextDataset:
     """What the two text datasets share: tokens, a tokenizer to count bytes, a fingerprint."""
 
     has_documents = False
+    _trained: np.ndarray | None = None
 
     def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, sequence_length: int) -> None:
         self._tokens = tokens
@@ -75,6 +76,8 @@ class _TextDataset:
         kind = f"{type(self).__name__} {self.sequence_length} {self.pad_id} {self._tokens.itemsize}"
         digest = blake2b(kind.encode(), digest_size=16)
         digest.update(self._tokens.astype(self._tokens.dtype.newbyteorder("<"), copy=False).data)
+        if self._trained is not None:
+            digest.update(self._trained.data)
         return digest.hexdigest()
 
 
@@ -107,10 +110,17 @@ class PackedDataset(_TextDataset):
     has_documents = True
 
     def __init__(
-        self, tokens: np.ndarray, document_starts: np.ndarray, tokenizer: Tokenizer, sequence_length: int
+        self,
+        tokens: np.ndarray,
+        document_starts: np.ndarray,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        trained: np.ndarray | None = None,
     ) -> None:
-        """`tokens`: unsigned [T], kept; `document_starts`: int64 [documents + 1], first 0, last T."""
+        """`tokens`: unsigned [T], kept; `document_starts`: int64 [documents + 1], first 0, last T; `trained`: bool [T],
+        tokens that are labels (None: all), the others are only read."""
         super().__init__(tokens, tokenizer, sequence_length)
+        self._trained = trained
         self._packing = pack_documents(document_starts, sequence_length)
         self.num_sequences = len(self._packing.bounds) - 1
 
@@ -123,6 +133,8 @@ class PackedDataset(_TextDataset):
         labels = np.full(self.sequence_length, IGNORED_LABEL, np.int64)
         inputs[: len(at)] = self._tokens[at]
         labels[: len(at)] = self._tokens[at + 1]
+        if self._trained is not None:
+            labels[: len(at)][~self._trained[at + 1]] = IGNORED_LABEL
         return TokenSequence(inputs, labels, cu_seqlens.astype(np.int32))
 
 

@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from equipoise.data.config import DataConfig
 from equipoise.data.hub import dataset_files
 from equipoise.errors import DataError
 
 logger = logging.getLogger(__name__)
-_JSONL = {".jsonl", ".ndjson"}
-_PARQUET = {".parquet"}
+JSONL = {".jsonl", ".ndjson"}
+PARQUET = {".parquet"}
 _FOREIGN = {"site-packages", "dist-packages"}
 _LISTED = 8  # files named in an error
 
@@ -59,7 +60,7 @@ def read_documents(config: DataConfig, report: SourceReport) -> Iterator[str]:
     Raises `DataError` for a missing path, an unreadable or malformed file, a missing column, or no text at
     all.
     """
-    for path in _files(config):
+    for path in source_files(config):
         for text, where in _read_file(path, config, report):
             if not text:
                 report.note("empty documents were skipped", where)
@@ -73,7 +74,8 @@ def read_documents(config: DataConfig, report: SourceReport) -> Iterator[str]:
         raise DataError(f"data.source {config.source!r} has no text ({report.describe()}); give files that have some")
 
 
-def _files(config: DataConfig) -> Iterator[Path]:
+def source_files(config: DataConfig) -> Iterator[Path]:
+    """The files of a source, in order. Raises `DataError` when there are none."""
     if config.source == "stdlib":
         yield from _stdlib_files()
     elif config.source.startswith("hf://"):
@@ -132,10 +134,10 @@ def _read_file(path: Path, config: DataConfig, report: SourceReport) -> Iterator
         report.sizes[str(path)] = size
         if size == 0:
             report.note("empty files were skipped", str(path))
-        elif path.suffix.lower() in _PARQUET:
-            yield from _read_parquet(path, config.column, report)
-        elif path.suffix.lower() in _JSONL:
-            yield from _read_jsonl(path, config.column, report)
+        elif path.suffix.lower() in PARQUET:
+            yield from _read_parquet(path, config.column_name, report)
+        elif path.suffix.lower() in JSONL:
+            yield from _read_jsonl(path, config.column_name, report)
         else:
             yield from _read_text(path, config, report)
     except OSError as error:
@@ -156,6 +158,18 @@ def _read_text(path: Path, config: DataConfig, report: SourceReport) -> Iterator
 
 
 def _read_jsonl(path: Path, column: str, report: SourceReport) -> Iterator[tuple[str, str]]:
+    for row, where in jsonl_rows(path, column, report):
+        text = row[column]
+        if not isinstance(text, str | None):
+            raise DataError(
+                f"data.source {where}: {column!r} holds {type(text).__name__}, not text; set data.column "
+                f"to one of {', '.join(row)}"
+            )
+        yield _encodable(text or "", where, report), where
+
+
+def jsonl_rows(path: Path, column: str, report: SourceReport) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each line's object, which has `column`, and its place. Raises `DataError` for anything else."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number}"
@@ -171,16 +185,23 @@ def _read_jsonl(path: Path, column: str, report: SourceReport) -> Iterator[tuple
                 raise DataError(f"data.source {where}: expected a JSON object, got {type(row).__name__}")
             if column not in row:
                 raise _no_column(column, where, list(row))
-            text = row[column]
-            if not isinstance(text, str | None):
-                raise DataError(
-                    f"data.source {where}: {column!r} holds {type(text).__name__}, not text; set data.column "
-                    f"to one of {', '.join(row)}"
-                )
-            yield _encodable(text or "", where, report), where
+            yield row, where
 
 
 def _read_parquet(path: Path, column: str, report: SourceReport) -> Iterator[tuple[str, str]]:
+    for row, where, schema in parquet_rows(path, [column]):
+        text = row[column]
+        if not isinstance(text, str | None):
+            raise DataError(
+                f"data.source {path}: column {column!r} has type {schema.field(column).type}, not text; set "
+                f"data.column to one of {', '.join(schema.names)}"
+            )
+        yield text or "", where
+
+
+def parquet_rows(path: Path, columns: list[str]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Each row, its place, and the file's schema. The first of the columns has to be there; others are read if they
+    are. Raises `DataError`."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -190,21 +211,14 @@ def _read_parquet(path: Path, column: str, report: SourceReport) -> Iterator[tup
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if column not in names:
-                raise _no_column(column, str(path), names)
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    where = f"{path}, row {row}"
-                    if not isinstance(text, str | None):
-                        kind = file.schema_arrow.field(column).type
-                        raise DataError(
-                            f"data.source {path}: column {column!r} has type {kind}, not text; set "
-                            f"data.column to one of {', '.join(names)}"
-                        )
-                    yield text or "", where
+            schema = file.schema_arrow
+            if columns[0] not in schema.names:
+                raise _no_column(columns[0], str(path), schema.names)
+            number = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[c for c in columns if c in schema.names]):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield row, f"{path}, row {number}", schema
     except pyarrow.ArrowException as error:
         raise DataError(f"data.source {path} is not readable as Parquet: {error}") from error
 

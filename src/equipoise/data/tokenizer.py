@@ -37,6 +37,10 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text; faster than one by one where the library has threads."""
 
+    def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a rendered chat template, int64 [N], special tokens recognised and none added, and where in the text
+        each token comes from, int64 [N, 2], start and end in characters."""
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids; special tokens give nothing, bytes that are not UTF-8 give U+FFFD."""
 
@@ -56,6 +60,11 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        sizes = [len(character.encode()) for character in text]
+        place = np.repeat(np.arange(len(text)), sizes)
+        return self.encode(text), np.stack([place, place + 1], 1)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         array = np.asarray(ids, np.int64)
@@ -97,6 +106,14 @@ class JsonTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        self._backend.encode_special_tokens = False
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = True
+        return np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)

@@ -16,6 +16,7 @@ from equipoise.balance import BalanceConfig, Balancer
 from equipoise.dispatch import Dispatcher, build_dispatcher
 from equipoise.dispatch.base import Exchange
 from equipoise.errors import ConfigError
+from equipoise.integrations.transformers_support import Fold, own_precision, refuse_unsupported, weights_as_computed
 
 _balancers: WeakValueDictionary[Any, Balancer] = WeakValueDictionary()  # one for all layers of an EP group
 
@@ -24,30 +25,29 @@ class BalancedEP:
     """The experts of one layer and their dispatch, balanced. transformers makes and calls it."""
 
     def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, config: BalanceConfig) -> None:
-        if tp_mesh.size() > 1 or experts.has_post_expert_norm:
-            raise ConfigError("balancing in transformers needs tp_size 1 (raise fsdp_size) and experts without a norm")
+        refuse_unsupported(experts, tp_mesh)
         self.experts, self.mesh, self.config = experts, ep_mesh, config
-        self.up, down = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
-        self.names = [name + end for end in ("", "_bias")[: 1 + experts.has_bias] for name in (self.up, down)]
         self.activation = experts._apply_gate if experts.has_gate else experts.act_fn
-        self.parts: tuple[Balancer, Dispatcher] | None = None
+        self.parts: dict[torch.dtype, tuple[Balancer, Dispatcher]] = {}
+        self.adapters: dict[str, Fold] = {}  # by weight name; integrations/peft.py
+        experts.balanced_ep = self
 
     def __call__(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """y_TD of this rank's tokens. Every rank of the EP group calls it, also with zero tokens."""
-        masters = {name: getattr(self.experts, name) for name in self.names}
-        if self.experts.is_transposed:
-            masters = {name: w.transpose(1, 2) if w.dim() == 3 else w for name, w in masters.items()}
-        balancer, dispatcher = self.parts = self.parts or self._make_parts(masters)
-        step = balancer.route(ids_TK)
-        attached = {name: step.attach(name, weight) for name, weight in masters.items()}
-        x_TD = x_TD.to(balancer.dtype)
-        arrived = dispatcher.dispatch(x_TD, step.physical_ids_TK, weights_TK, Exchange(*step.exchange))
+        with own_precision(x_TD.device.type) as dtype:
+            masters = weights_as_computed(self.experts, self.adapters, dtype)
+            dtype = masters["down_proj"].dtype
+            balancer, dispatcher = self.parts[dtype] = self.parts.get(dtype) or self._make_parts(masters)
+            step = balancer.route(ids_TK)
+            attached = {name: step.attach(name, weight) for name, weight in masters.items()}
+            x_TD = x_TD.to(dtype)
+            arrived = dispatcher.dispatch(x_TD, step.physical_ids_TK, weights_TK, Exchange(*step.exchange))
 
-        def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
-            return step.grouped_linear(rows, arrived.counts_M, attached[name], bias=attached.get(f"{name}_bias"))
+            def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
+                return step.grouped_linear(rows, arrived.counts_M, attached[name], bias=attached.get(f"{name}_bias"))
 
-        rows = linear(self.activation(linear(arrived.rows_RD, self.up)), "down_proj")
-        return step.leave(dispatcher.combine(rows, arrived.handle)).clone()  # FSDP wants no view
+            rows = linear(self.activation(linear(arrived.rows_RD, next(iter(masters)))), "down_proj")
+            return step.leave(dispatcher.combine(rows, arrived.handle)).clone()  # FSDP wants no view
 
     def _make_parts(self, masters: dict[str, torch.Tensor]) -> tuple[Balancer, Dispatcher]:
         """At the first call, when the weights have the dtype that they are computed with."""

@@ -11,8 +11,10 @@ from equipoise.kernels.triton_support import triton_problem
 MAX_RANKS, MAX_EXPERTS, MAX_SLOTS = 256, 1024, 2**12
 """What one warp holds in registers: ranks, experts, and slots of all ranks."""
 
-FINISHER_LOCALS = 2
+FINISHER_LOCALS = 4
 """Physical experts of one program that writes the plan, a power of 2."""
+OFFER_PERIOD = 8
+"""Moves after which a candidate looks at the best offer."""
 MAX_OWN_SUMS = 1024
 """Largest load matrix that every candidate adds up by itself."""
 
@@ -105,6 +107,7 @@ def plan(
         NUM_VARIANTS=num_variants,
         OWN_SUMS=own_sums,
         HAS_COPY_TIME=copy_tokens > 0,
+        OFFER_PERIOD=OFFER_PERIOD,
         P_PAD=rank_pad,
         M_PAD=masters_pad,
         LOCALS=FINISHER_LOCALS,

@@ -122,6 +122,7 @@ def _run_candidate(
     R: tl.constexpr,
     DOMAIN: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
+    OFFER_PERIOD: tl.constexpr,
     RANK_BITS: tl.constexpr,
     SLOT_BITS: tl.constexpr,
     MASTER_BITS: tl.constexpr,
@@ -150,6 +151,7 @@ def _run_candidate(
         is_paired_rule = fill < 0
         fill = tl.where(is_paired_rule, R, fill)
         copies = 0
+        offer = tl.full([], 0, tl.int64)
         busiest = 0
         excess = 0
         space = 0
@@ -159,7 +161,8 @@ def _run_candidate(
         pair = sign > 2  # no
         live = sign < 2  # yes
         while live:
-            offer = tl.load(best_ptr, volatile=True)  # on its way while the next move is made
+            # Seldom enough that hundreds of candidates do not queue up at one address; on its way while a move is made.
+            offer = tl.load(best_ptr, mask=copies % OFFER_PERIOD == 0, other=offer, volatile=True)
             worst, code = _largest(tl.where(room_1P < 0, -room_1P * sign, -CAP - 1), code_1P, RANK_BITS, IS_WIDE)
             live = live & (worst != -CAP - 1)
             giver = tl.where(pair, giver, LAST_RANK - code)
@@ -275,6 +278,7 @@ def plan_kernel(
     NUM_VARIANTS: tl.constexpr,
     OWN_SUMS: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
+    OFFER_PERIOD: tl.constexpr,
     P_PAD: tl.constexpr,
     M_PAD: tl.constexpr,
     LOCALS: tl.constexpr,
@@ -347,13 +351,13 @@ def plan_kernel(
                 _run_candidate(
                     best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
                     sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
+                    OFFER_PERIOD, RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
                 )  # fmt: skip
             else:
                 _run_candidate(
                     best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
                     sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
+                    OFFER_PERIOD, RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
                 )  # fmt: skip
         tl.debug_barrier()
         tl.atomic_add(workspace_ptr + ARRIVED, 1, sem="release")

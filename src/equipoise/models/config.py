@@ -1,16 +1,19 @@
 """Architecture of a decoder-only MoE language model, with Hugging Face field names."""
 
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from equipoise.config import Config, divisors
+from equipoise.models.rotary import YarnConfig
 from equipoise.moe.losses import BalanceScope
 from equipoise.moe.router import RouterConfig
 
 TRAINING_ONLY = {
     "bias_update_speed",
     "initializer_range",
+    "load_from",
     "max_position_embeddings",
     "mtp_loss_coef",
     "router_aux_loss_coef",
@@ -21,7 +24,8 @@ TRAINING_ONLY = {
 
 
 class ModelConfig(Config):
-    """Qwen3-MoE architecture; the router can also be DeepSeek-V3's (sigmoid, bias, groups, shared experts)."""
+    """Qwen3-MoE architecture; router (sigmoid, bias, groups, shared experts) and attention (latent) can also be
+    DeepSeek-V3's."""
 
     vocab_size: PositiveInt = 272
     """Rows of the embedding. At least the tokenizer's vocabulary; the byte tokenizer needs 257."""
@@ -35,6 +39,20 @@ class ModelConfig(Config):
     """Key and value heads; divides num_attention_heads (grouped-query attention)."""
     head_dim: PositiveInt = 64
     """Features per head; even."""
+    q_lora_rank: PositiveInt | None = None
+    """Latent attention: width of the queries' low-rank projection; none projects them at once."""
+    kv_lora_rank: PositiveInt | None = None
+    """Width of the latent vector that keys and values are made from (DeepSeek-V3's attention, without query/key norm);
+    none has grouped-query attention. With it num_key_value_heads is num_attention_heads and head_dim is
+    qk_rope_head_dim."""
+    qk_nope_head_dim: PositiveInt = 64
+    """Latent attention: features per head of queries and keys that carry no position."""
+    qk_rope_head_dim: PositiveInt = 32
+    """Latent attention: features per head of queries and keys that carry the rotary position; even."""
+    v_head_dim: PositiveInt = 64
+    """Latent attention: features per head of the values."""
+    rope_interleave: bool = False
+    """Latent attention: whether neighbouring features form the rotated pairs (DeepSeek-V3), not halves."""
     intermediate_size: PositiveInt = 512
     """Inner width of dense feed-forward layers."""
     moe_intermediate_size: PositiveInt = 256
@@ -76,6 +94,8 @@ class ModelConfig(Config):
     """Added to the variance in RMSNorm."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary position frequencies."""
+    rope_scaling: YarnConfig | None = None
+    """Stretches rotary positions by YaRN; none leaves them."""
     max_position_embeddings: PositiveInt = 32768
     """Longest sequence that the model is meant for; train.sequence_length may not exceed it."""
     attention_bias: bool = False
@@ -90,6 +110,9 @@ class ModelConfig(Config):
     0.1 (technical report, section 4.2)."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
+    load_from: Path | None = None
+    """Folder of a Hugging Face model, or of one that `equipoise convert` wrote, whose weights a new run starts from.
+    The model's other settings are read from it as well; those that are given may not contradict it."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -106,6 +129,7 @@ class ModelConfig(Config):
             )
         if self.head_dim % 2:
             problems.append(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
+        problems += self._attention_problems()
         if self.num_experts % self.n_group:
             problems.append(
                 f"n_group is {self.n_group}, which does not divide num_experts {self.num_experts}: "
@@ -130,6 +154,45 @@ class ModelConfig(Config):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _attention_problems(self) -> list[str]:
+        if self.kv_lora_rank is None:
+            latent_only = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave")
+            return [
+                f"{name} is {getattr(self, name)}, which only latent attention has: set kv_lora_rank, or leave it out"
+                for name in latent_only
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+        wanted = {"num_key_value_heads": "num_attention_heads", "head_dim": "qk_rope_head_dim"}
+        return [
+            f"{name} is {getattr(self, name)}, but with kv_lora_rank it has to be {other}, {getattr(self, other)}"
+            for name, other in wanted.items()
+            if getattr(self, name) != getattr(self, other)
+        ]
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Features of a query or key per head."""
+        return self.head_dim if self.kv_lora_rank is None else self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Features of a value per head."""
+        return self.head_dim if self.kv_lora_rank is None else self.v_head_dim
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of the projections of one layer's attention, without norms and biases."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        if self.kv_lora_rank is None:
+            return 2 * hidden * self.head_dim * (heads + self.num_key_value_heads)
+        rank, queries = self.q_lora_rank, heads * self.qk_head_dim
+        return (
+            (hidden * queries if rank is None else rank * (hidden + queries))
+            + hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
+            + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+            + heads * self.v_head_dim * hidden
+        )
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -164,7 +227,7 @@ class ModelConfig(Config):
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> Self:
-        """Reads a `config.json` of model_type `qwen3_moe`.
+        """Reads a `config.json` of a family that is native here (`models/families`).
 
         Fields that are absent take the family's own default, not ours. Both spellings of the rotary base are read
         (`rope_theta`, and `rope_parameters` of transformers 5).
@@ -172,36 +235,6 @@ class ModelConfig(Config):
         Raises:
             ValueError: another model type, or a feature that changes the mathematics and is not built here.
         """
-        if hf.get("model_type") != "qwen3_moe":
-            raise ValueError(f"model_type {hf.get('model_type')!r} cannot be read: only 'qwen3_moe' is supported")
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise ValueError(f"rotary embedding type {rope_type!r} is not supported: only 'default'")
-        if hf.get("use_sliding_window"):
-            raise ValueError("use_sliding_window is true; sliding-window attention is not supported")
-        values = _QWEN3_MOE_DEFAULTS | {k: v for k, v in hf.items() if k in cls.model_fields and v is not None}
-        if "num_local_experts" in hf:
-            values["num_experts"] = hf["num_local_experts"]
-        if "rope_theta" in rope:
-            values["rope_theta"] = rope["rope_theta"]
-        if hf.get("head_dim") is None:
-            values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
-        return cls(**values)
+        from equipoise.models.families import family_of_type
 
-
-_QWEN3_MOE_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.001,
-    "rope_theta": 10000.0,
-}
-"""Defaults of transformers' Qwen3MoeConfig where they differ from ours or matter for reading."""
+        return cls(**family_of_type(hf.get("model_type")).read_config(hf))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from equipoise.dispatch import build_dispatcher
-from equipoise.models.attention import Attention, AttentionMask
+from equipoise.models.attention import AttentionMask, build_attention
 from equipoise.models.config import ModelConfig
 from equipoise.models.recompute import Recompute, recomputed
 from equipoise.moe.experts import ExpertKernel, Experts
@@ -49,7 +49,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.is_moe = index in config.moe_layers
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = build_attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp: nn.Module
         if self.is_moe:

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from equipoise.models.attention import document_mask, rotary_tables
+from equipoise.models.attention import document_mask
 from equipoise.models.config import ModelConfig
 from equipoise.models.cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from equipoise.models.layer import DecoderLayer
 from equipoise.models.mtp import MTPLayer, shift_left, tokens_in_reach
+from equipoise.models.rotary import rotary_tables
 from equipoise.moe.experts import ExpertKernel
 from equipoise.moe.router import Routing
 
@@ -63,9 +64,10 @@ class Decoder(nn.Module):
         x_BSD = embedded_BSD = self.embed_tokens(input_ids_BS)
         if position_ids_BS is None:
             position_ids_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
-        rotary = rotary_tables(position_ids_BS, self.config.head_dim, self.config.rope_theta, x_BSD.dtype)
+        config = self.config
+        rotary = rotary_tables(position_ids_BS, config.head_dim, config.rope_theta, x_BSD.dtype, config.rope_scaling)
         mask = document_mask(document_ids_BS)
-        num_main, routings = self.config.num_hidden_layers, []
+        num_main, routings = config.num_hidden_layers, []
         for layer in self.layers[:num_main]:
             x_BSD, routing = layer(x_BSD, rotary, mask, valid_BS, microbatch)
             routings.append(routing)

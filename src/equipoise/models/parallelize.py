@@ -72,12 +72,14 @@ def build_parallel_model(
     compile: bool = False,
     reshard_after_forward: bool = True,
     balance: BalanceConfig | None = None,
+    initialize: bool = True,
 ) -> MoEForCausalLM:
     """A model with FP32 master weights sharded over the meshes and initialised from `seed`.
 
     Layers are materialised, initialised and sharded one at a time, so the peak is the sharded model plus one layer.
     Parameters are computed in `compute_dtype`; gradients are reduced in FP32. Collective over the world.
     `balance` evens out the load of the ranks of each EP group; None imports nothing of it.
+    `initialize`: False leaves the weights as the memory was, for a caller who fills them all.
 
     Raises:
         ConfigError: the expert kernel asked for does not run here, or balancing cannot serve this model.
@@ -121,7 +123,8 @@ def build_parallel_model(
                 mlp.balancing = balance_experts(index, mlp.experts)
             _keep_local_experts(mlp.experts, meshes)
         layer.to_empty(device=device)
-        initialize_module(layer, f"model.layers.{index}.", std, seed, first_expert)
+        if initialize:
+            initialize_module(layer, f"model.layers.{index}.", std, seed, first_expert)
         if compile:
             compile_layer(layer)
         if isinstance(mlp, MoELayer):
@@ -142,7 +145,8 @@ def build_parallel_model(
     outer = [model.model.embed_tokens, model.model.norm, model.lm_head]
     for name, module in zip(("model.embed_tokens.", "model.norm.", "lm_head."), outer):
         module.to_empty(device=device)
-        initialize_module(module, name, std, seed)
+        if initialize:
+            initialize_module(module, name, std, seed)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     else:

@@ -1,4 +1,4 @@
-"""What a machine costs: the rates and fixed times of the cost model, measured by `equipoise bench calibrate` or assumed."""
+"""What a machine costs: rates and fixed times, measured by `equipoise bench calibrate` or assumed."""
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
@@ -70,8 +70,8 @@ class Hardware:
     copy_s: fixed time of a replica's transfers on the busiest rank, copy_bytes_per_s their rate, copy_exposed the share
         of both that nothing hides.
     balance_s: fixed time of balancing: exchange of counts, planning, rerouting.
-    rest_s: everything else of a step (attention, loss, optimizer); rest_row_s: of it, for each row that a rank sends.
-    measured_with: sizes of the measurement, for the record; rest_s holds for them only.
+    rest_s: everything else of a step of one microbatch (attention, loss, optimizer). measured_with: sizes of the
+        measurement, for the record; rest_s holds for them only.
     """
 
     name: str
@@ -149,7 +149,7 @@ def load_hardware(name: str) -> Hardware:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(
-            f"no hardware {name!r}: choose {', '.join(PRESETS)}, or give the file that `equipoise bench calibrate` wrote"
+            f"no hardware {name!r}: choose {', '.join(PRESETS)}, or a file that `equipoise bench calibrate` wrote"
         )
     try:
         content: Any = json.loads(path.read_text())

@@ -119,9 +119,7 @@ def trace_loads(trace: Trace, num_ranks: int, steps: tuple[int, int] | None = No
     """
     info = trace.info
     if num_ranks < 1 or info.num_experts % num_ranks:
-        raise ConfigError(
-            f"{info.num_experts} experts cannot be split evenly over {num_ranks} ranks: choose a number that divides them"
-        )
+        raise ConfigError(f"{info.num_experts} experts cannot be split evenly over {num_ranks} ranks: choose a divisor")
     if num_ranks == info.ep_size:
         yield from _recorded(trace, steps)
         return

@@ -1,22 +1,24 @@
 """The root of the configuration tree, and the checks that need more than one section."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from equipoise.balance_config import BalanceConfig
 from equipoise.checkpoint.config import CheckpointConfig
+from equipoise.checkpoint.hf.mapping import HFMapping
 from equipoise.config import Config
 from equipoise.data.config import DataConfig
 from equipoise.distributed.mesh import AxisSizes, ParallelConfig, derive_axes
-from equipoise.errors import ConfigError
+from equipoise.errors import CheckpointError, ConfigError
 from equipoise.models.config import ModelConfig
 from equipoise.moe.synthetic import SyntheticRoutingConfig, Workload
 from equipoise.observe.config import TraceConfig
 from equipoise.observe.profiler import ProfilerConfig, check_ranks
 from equipoise.train.metrics import MetricsConfig, refuse_missing_packages
 from equipoise.train.optimizer import OptimizerConfig
+from equipoise.train.pretrained import with_pretrained
 
 
 class LoopConfig(Config):
@@ -63,6 +65,23 @@ class TrainConfig(Config):
     synthetic_routing: SyntheticRoutingConfig | None = None
     trace: TraceConfig | None = None
     profiler: ProfilerConfig | None = None
+    save_hf: bool = False
+    """At the end also writes the model as a Hugging Face folder, `hf` in the run folder, in the dtype of the weights
+    that it started from (model.load_from) or else in FP32."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pretrained(cls, values: Any) -> Any:
+        return with_pretrained(values)
+
+    @model_validator(mode="after")
+    def _has_a_family(self) -> Self:
+        if self.save_hf:
+            try:
+                HFMapping(self.model)
+            except CheckpointError as error:
+                raise ValueError(f"save_hf is set, but {error}") from error
+        return self
 
     def check_world(self, world_size: int) -> None:
         """Raises ConfigError when these settings cannot run on `world_size` ranks; needs no process group."""

@@ -102,6 +102,11 @@ class MetricsWriter:
         """Bytes written so far, for the checkpoint."""
         return self.path.stat().st_size
 
+    def sync(self) -> None:
+        """Waits until all lines are on storage, so that a checkpoint never outlives the lines before it."""
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+
     def write(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Appends one line: `step` and `values`, whose numbers, lists and dicts may hold 0-d and 1-d tensors.
 

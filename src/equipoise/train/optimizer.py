@@ -1,13 +1,18 @@
 """AdamW with warm-up and cosine decay."""
 
+import logging
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import nn
 
+from equipoise.accelerator import Accelerator
 from equipoise.config import Config
+from equipoise.train.offload import OffloadedAdamW
+
+logger = logging.getLogger(__name__)
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -29,6 +34,9 @@ class OptimizerConfig(Config):
     """Decoupled weight decay of matrices; norms and biases are not decayed."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 switches clipping off (the norm is still reported)."""
+    offload: bool = False
+    """Keep both moments in pinned host memory: 8 bytes less on the device for each parameter that a rank holds, for two
+    copies over the bus in each step. The numbers stay the same. Without effect on CPU."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -40,12 +48,23 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters, matrices with weight decay and vectors without; fused where the device has it."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, accelerator: Accelerator | None = None
+) -> torch.optim.AdamW:
+    """AdamW over all parameters, matrices with weight decay and vectors without; fused where the device has it.
+
+    `accelerator` is needed for `config.offload`, which is ignored with a warning where parameters are on the CPU.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     fused = parameters[0].device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": fused or None}
+    if config.offload and parameters[0].device.type == "cpu":
+        logger.warning("optimizer.offload is on, but parameters and moments are in host memory already: ignored")
+    elif config.offload:
+        assert accelerator is not None, "offload needs the accelerator"
+        return OffloadedAdamW(groups, accelerator, **options)
+    return torch.optim.AdamW(groups, **options)

@@ -59,6 +59,7 @@ class StepResult:
     counts_LE: int64 tokens of each expert over all ranks and microbatches.
     rank_imbalance_L: max over mean of the rank loads in an EP group, mean over microbatches and EP groups.
     rank_imbalance_max: the largest of any layer, microbatch and EP group.
+    saving: the largest of the ranks' numbers for the checkpoint that is being written.
     balance: what balancing made of these loads; None when it is off.
     """
 
@@ -72,6 +73,7 @@ class StepResult:
     rank_imbalance_L: torch.Tensor
     rank_imbalance_max: float
     stop_requested: bool
+    saving: int = 0
     balance: BalanceResult | None = None
 
 
@@ -151,9 +153,12 @@ class TrainStep:
         return sums, counts_NLE
 
     def reduce(
-        self, sums: dict[str, torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool
+        self, sums: dict[str, torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool, saving: int = 0
     ) -> tuple[StepResult, torch.Tensor]:
-        """Sums a step's results over the ranks; returns them and the gradient norm as a device scalar."""
+        """Sums a step's results over the ranks; returns them and the gradient norm as a device scalar.
+
+        Of `stop` and `saving` (a small number, see `StepResult`) every rank gets the largest.
+        """
         sizes, everyone = self.meshes.sizes, self.meshes.world_group
         group_counts_NLE = counts_NLE
         if sizes.ep > 1:
@@ -163,7 +168,7 @@ class TrainStep:
         worst = torch.ones((), dtype=torch.float64, device=self.device)
         if imbalance_NL.numel():
             worst = torch.maximum(worst, imbalance_NL.max())
-        maxima = [worst, worst.new_tensor(float(stop))]
+        maxima = [worst, worst.new_tensor([float(stop), float(saving)])]
         balance_sums: list[torch.Tensor] = []
         if self.balancer is not None:
             after_L, totals, worst_after = sum_records(
@@ -171,7 +176,7 @@ class TrainStep:
             )
             balance_sums = [after_L.to(self.device), totals.to(self.device)]
             maxima.append(worst.new_tensor(worst_after))
-        largest = torch.stack(maxima)
+        largest = torch.cat([x.reshape(-1) for x in maxima])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=everyone)
         norm = global_grad_norm(self.parameters, self.meshes.shard_group)
         loss, aux, z, mtp, counts_LE, imbalance_L, *balance_sums = all_reduce_sum(
@@ -182,7 +187,7 @@ class TrainStep:
         values = torch.cat(scalars).tolist()
         balance = None
         if self.balancer is not None:
-            balance = BalanceResult(balance_sums[0], *values[7:])
+            balance = BalanceResult(balance_sums[0], *values[8:])
         result = StepResult(
             loss=values[0],
             aux_loss=values[1],
@@ -194,6 +199,7 @@ class TrainStep:
             rank_imbalance_L=imbalance_L,
             rank_imbalance_max=values[5],
             stop_requested=values[6] > 0,
+            saving=int(values[7]),
             balance=balance,
         )
         return result, norm

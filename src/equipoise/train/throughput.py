@@ -21,7 +21,7 @@ def active_parameters(model: ModelConfig) -> int:
     once more. The input embedding is a look-up; norms and biases are left out.
     """
     layers, moe_layers, ahead = model.num_layers, len(model.moe_layers), model.num_nextn_predict_layers
-    attention = 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
+    attention = model.attention_parameters
     dense = 3 * model.hidden_size * model.intermediate_size
     experts = model.num_experts_per_tok + model.n_shared_experts
     moe = 3 * model.hidden_size * model.moe_intermediate_size * experts + model.hidden_size * model.num_experts
@@ -31,15 +31,16 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """FLOPs of one trained token: 6 * active parameters + 6 * layers * heads * head_dim * (S + 1).
+    """FLOPs of one trained token: 6 * active parameters + 3 * layers * heads * (features of a key and value) * (S + 1).
 
     A multiply-add is 2 FLOPs and the backward costs twice the forward, hence 6 per weight. Causal attention:
-    the token at position p meets p + 1 keys, (S + 1) / 2 on average, each 2 * 2 * heads * head_dim FLOPs
-    forward (scores and values), and three times that with the backward. Where documents are masked from each
+    the token at position p meets p + 1 keys, (S + 1) / 2 on average, each 2 * heads FLOPs per feature of a key and of a
+    value forward, and three times that with the backward. Where documents are masked from each
     other this is an upper bound.
     """
-    attention = model.num_layers * model.num_attention_heads * model.head_dim * (sequence_length + 1)
-    return 6 * active_parameters(model) + 6 * attention
+    features = model.qk_head_dim + model.value_head_dim
+    attention = model.num_layers * model.num_attention_heads * features * (sequence_length + 1)
+    return 6 * active_parameters(model) + 3 * attention
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from equipoise.checkpoint.layout import step_path
+from equipoise.checkpoint.hf.load import load_weights
+from equipoise.checkpoint.layout import refuse_unwritable, set_newer_aside, step_path
+from equipoise.checkpoint.resume import WENT_BACK
 from equipoise.checkpoint.training import (
+    CheckpointSaver,
     TrainingState,
-    find_latest,
+    choose_checkpoint,
     load_checkpoint,
     refuse_existing,
-    save_checkpoint,
 )
 from equipoise.data import Datasets, Loader, eval_batches
 from equipoise.distributed.agree import raise_together
@@ -33,6 +35,7 @@ from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
 from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
+from equipoise.train.progress import ByteProgress
 from equipoise.train.record import StepRecorder
 from equipoise.train.step import StepResult, TrainStep, run_model
 from equipoise.train.stop import StopSignals
@@ -77,9 +80,10 @@ class Trainer:
                 compile=loop.compile,
                 reshard_after_forward=config.parallel.reshard_after_forward,
                 balance=config.balance,
+                initialize=config.model.load_from is None,
             )
         world.accelerator.manual_seed(loop.seed + world.rank)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer, world.accelerator)
         self.loader = Loader(
             datasets.train,
             loop.global_batch_size,
@@ -105,6 +109,9 @@ class Trainer:
         self.last_record: dict[str, Any] = {}
         self.trace: LoadRecorder | None = None
         self.resumed_from: Path | None = None
+        self.went_back_to: int | None = None
+        kept = config.checkpoint
+        self.saver = CheckpointSaver(run_dir / CHECKPOINTS, world, kept.keep_last, kept.keep_every)
 
     def run(self) -> None:
         """Trains from the current state to the last step; always leaves a checkpoint of where it stopped.
@@ -120,8 +127,10 @@ class Trainer:
         loop = self.config.train
         if self.step >= loop.steps:
             logger.warning("nothing to train: step %d is done and train.steps is %d; raise it", self.step, loop.steps)
+        self._claim_folder()
         with ExitStack() as stack:
             stack.callback(self.loader.close)
+            stack.callback(self.saver.close)
             self.trace = self._load_recorder()
             if self.trace is not None:
                 stack.callback(self.trace.close)
@@ -131,14 +140,17 @@ class Trainer:
             stack.enter_context(profiler)
             while self.step < loop.steps:
                 with profiler.step(self.step + 1):
-                    record, stopping = self._train_step(recorder)
+                    record, stopping, saving = self._train_step(recorder)
+                self.saver.advance(saving)
                 last = self.step == loop.steps
                 if (loop.eval_every and self.step % loop.eval_every == 0) or last:
                     record |= self.evaluate()
                 self._log(record, writer, console, last or stopping)
                 every = self.config.checkpoint.every
                 if last or stopping or (every and self.step % every == 0):
-                    self.save()
+                    if writer is not None:
+                        writer.sync()
+                    self.save(wait=last or stopping or not self.config.checkpoint.async_save)
                 if stopping:
                     break
             self._finish(console)
@@ -150,6 +162,15 @@ class Trainer:
             try:
                 config = self.config.model_dump(mode="json")
                 writer = MetricsWriter(self.run_dir, self.config.metrics, self.step, config)
+                if writer.position < self.metrics_position:
+                    logger.warning(
+                        "%s has lost lines of steps up to %d: it had %d bytes when the checkpoint was saved, now it "
+                        "has %d. Training is not affected",
+                        writer.path,
+                        self.step,
+                        self.metrics_position,
+                        writer.position,
+                    )
             except Exception as e:
                 error = e
         raise_together(error, self.world)
@@ -184,9 +205,30 @@ class Trainer:
             ended="stopped by a signal; the state is saved" if stopped else "finished",
         )
 
-    def _train_step(self, recorder: StepRecorder) -> tuple[dict[str, Any], bool]:
-        """One step; returns its record and whether a rank was asked to stop. On a non-finite loss saves the state
-        before the step and raises."""
+    def _claim_folder(self) -> None:
+        """Before the first step: on rank 0, what is newer than the state that the run starts from is set aside, and a
+        folder that cannot be written is refused; raised on every rank."""
+        error: Exception | None = None
+        directory = self.run_dir / CHECKPOINTS
+        if self.world.rank == 0:
+            try:
+                refuse_unwritable(directory)
+                if self.resumed_from is not None:
+                    aside = set_newer_aside(directory, self.step, self.run_dir / FILE_NAME)
+                    if aside is not None:
+                        logger.warning(
+                            "checkpoints of steps after %d, which are trained again, are now in %s", self.step, aside
+                        )
+            except OSError as e:
+                error = CheckpointError(
+                    f"cannot write checkpoints into {directory}: {e.strerror or e}. Check space and permissions, or "
+                    "choose another run folder with --out"
+                )
+        raise_together(error, self.world)
+
+    def _train_step(self, recorder: StepRecorder) -> tuple[dict[str, Any], bool, int]:
+        """One step; returns its record, whether a rank was asked to stop, and how the save that is under way goes. On
+        a non-finite loss saves the state before the step and raises."""
         step = self.step + 1
         started = time.perf_counter()
         # The first step may compile and warm up: it gets more time before a rank counts as missing.
@@ -205,7 +247,9 @@ class Trainer:
             sums, counts_NLE = self.step_runner.forward_backward(batches, num_tokens)
             lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
             with self.timer.phase("optimizer"):
-                result, norm = self.step_runner.reduce(sums, counts_NLE, num_tokens, bool(self.stop.requested))
+                result, norm = self.step_runner.reduce(
+                    sums, counts_NLE, num_tokens, bool(self.stop.requested), self.saver.progress
+                )
                 finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
                 if finite:
                     self.step_runner.update(result, norm, lr)
@@ -215,7 +259,8 @@ class Trainer:
         if not finite:
             self._refuse_step(step, result, loader_state)
         self.step = step
-        return recorder.record(result, lr, times, time.perf_counter() - started), result.stop_requested
+        seconds = time.perf_counter() - started
+        return recorder.record(result, lr, times, seconds), result.stop_requested, result.saving
 
     def _refuse_step(self, step: int, result: StepResult, loader_state: dict[str, Any]) -> None:
         self.optimizer.zero_grad()
@@ -269,30 +314,33 @@ class Trainer:
             loader=loader_state or self.loader.state_dict(),
             config=self.config.model_dump(mode="json"),
             metrics_position=self.metrics_position,
+            extra={WENT_BACK: self.went_back_to},
         )
 
-    def save(self, loader_state: dict[str, Any] | None = None) -> Path:
-        """Saves the state after `self.step` steps, unless it is saved already."""
-        directory = self.run_dir / CHECKPOINTS
-        latest = find_latest(directory, self.world)
-        if latest is not None and latest == step_path(directory, self.step):
-            return latest
+    def save(self, loader_state: dict[str, Any] | None = None, wait: bool = True) -> Path:
+        """Saves the state after `self.step` steps, unless it is saved already; returns its folder. Without `wait` it
+        is written while training goes on."""
         if self.trace is not None:
             self.trace.flush()
-        return save_checkpoint(directory, self._state(loader_state), self.world, self.config.checkpoint.keep_last)
+        return self.saver.save(self._state(loader_state), wait)
 
-    def restore(self, resume: bool) -> None:
-        """Takes up the newest complete checkpoint of the run folder, if there is one; without `resume` refuses it.
+    def restore(self, resume: bool, resume_step: int | None = None) -> None:
+        """Takes up the newest complete checkpoint of the run folder, if there is one, or that of `resume_step`;
+        without `resume` refuses to start where there is one. Writes nothing.
+
+        A run without one starts from the weights of `model.load_from`, if that is set.
 
         Raises:
-            CheckpointError, DataError: on every rank, if it is there against the wish, or of another model or data.
+            CheckpointError, DataError: on every rank, if it is there against the wish, missing, damaged, or of
+                another model or data.
         """
         directory = self.run_dir / CHECKPOINTS
         if not resume:
             refuse_existing(directory, self.world)
-            return
-        self.resumed_from = find_latest(directory, self.world)
+        else:
+            self.resumed_from = choose_checkpoint(directory, self.world, resume_step, self.config.checkpoint.verify)
         if self.resumed_from is None:
+            self._load_pretrained()
             return
         restored = load_checkpoint(self.resumed_from, self._state(), self.world)
         changes = model_changes(restored.config.get("model", {}), self.config.model)
@@ -304,6 +352,15 @@ class Trainer:
             )
         self.loader.load_state_dict(restored.loader)
         self.step, self.metrics_position = restored.step, restored.metrics_position
+        self.saver.last_step = restored.step
+        self.went_back_to = restored.extra.get(WENT_BACK) if resume_step is None else resume_step
+
+    def _load_pretrained(self) -> None:
+        folder = self.config.model.load_from
+        if folder is not None:
+            with ByteProgress(f"load {folder.name}", shown=self.world.rank == 0) as progress:
+                num_bytes = load_weights(self.model, self.config.model, folder, self.world, progress)
+            logger.info("loaded weights from %s: %.2f GB on this rank", folder, num_bytes / 1e9)
 
 
 def model_changes(saved: Mapping[str, Any], present: ModelConfig) -> list[str]:

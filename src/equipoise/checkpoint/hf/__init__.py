@@ -1,0 +1,19 @@
+"""Hugging Face checkpoints in and out."""
+
+from equipoise.checkpoint.hf.mapping import HFMapping, Piece, native_to_hf, pieces_per_expert
+from equipoise.checkpoint.hf.source import FolderSource, Source, open_source
+from equipoise.checkpoint.hf.write import dtype_of, export, hf_config, parse_dtype
+
+__all__ = [
+    "FolderSource",
+    "HFMapping",
+    "Piece",
+    "Source",
+    "dtype_of",
+    "export",
+    "hf_config",
+    "native_to_hf",
+    "open_source",
+    "parse_dtype",
+    "pieces_per_expert",
+]

@@ -1,0 +1,132 @@
+"""The engine's side of an update: begin, buckets in any order, commit. One per engine rank; it moves no bytes itself.
+
+The version changes at commit and at no other time. An update that fails before anything was written leaves the old
+weights in service; one that fails later leaves the engine dirty: it refuses to generate until an update succeeds.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from equipoise.distributed.weight_update.checksum import checksum
+from equipoise.distributed.weight_update.manifest import Bucket, Manifest, TensorSpec
+from equipoise.errors import WeightUpdateError
+
+
+class Target(NamedTuple):
+    """Where a tensor lives on this rank: elements from `start` of a flat view of the parameter that holds it."""
+
+    flat: torch.Tensor
+    start: int
+
+
+class Copy(NamedTuple):
+    """Bytes of a bucket that go to consecutive elements of one parameter."""
+
+    offset: int
+    flat: torch.Tensor
+    start: int
+    numel: int
+
+
+class WeightReceiver:
+    """See the module docstring.
+
+    specs: every tensor of the model by its name in Hugging Face checkpoints. targets: those that this rank holds.
+    dirty: why the weights are neither the old nor the new ones; None while they are.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], targets: Mapping[str, Target]) -> None:
+        self.specs, self.targets = specs, targets
+        self.dirty: str | None = None
+        self.manifest: Manifest | None = None
+        self._sums: dict[int, torch.Tensor] = {}
+        self._is_written = False
+
+    def begin(self, manifest: Manifest) -> None:
+        """Opens an update. Raises WeightUpdateError, with nothing changed, for one that does not fit this engine."""
+        if self.manifest is not None:
+            raise WeightUpdateError(f"an update to version {self.manifest.version!r} is under way: end it first")
+        manifest.check_layout()
+        manifest.check_against(self.specs)
+        if self.dirty is not None and manifest.partial:
+            raise WeightUpdateError(f"the weights are dirty ({self.dirty}): a partial update cannot repair them")
+        self.manifest, self._sums, self._is_written = manifest, {}, False
+
+    def load(self, index: int, data: torch.Tensor) -> None:
+        """Puts the pieces of a bucket that belong here into the parameters; uint8, at least as long as the bucket.
+
+        On an accelerator it puts work on the current stream and does not wait. `data` may be reused behind it.
+        """
+        bucket = self._open().buckets[index]
+        if index in self._sums:
+            raise WeightUpdateError(f"bucket {index} has arrived twice")
+        copies = self._copies(bucket)
+        self._is_written |= bool(copies)
+        self._sums[index] = checksum(data[: bucket.num_bytes])
+        with torch.no_grad():
+            for offset, flat, start, numel in copies:
+                flat[start : start + numel].copy_(data[offset : offset + numel * flat.itemsize].view(flat.dtype))
+
+    def commit(self, checksums: Mapping[int, int]) -> str:
+        """Closes the update; returns the version that the weights are now. `checksums`: the sender's, by bucket.
+
+        Raises:
+            WeightUpdateError: buckets are missing or arrived with other bytes than were sent; the engine is dirty then.
+        """
+        manifest = self._open()
+        try:
+            for index, bucket in enumerate(manifest.buckets):
+                needed = any(piece.name in self.targets for piece in bucket.pieces)
+                if index not in self._sums:
+                    if needed:
+                        raise WeightUpdateError(f"bucket {index} ({_contents(bucket)}) has not arrived")
+                elif index not in checksums:
+                    raise WeightUpdateError(f"the sender gave no checksum of bucket {index}")
+                elif int(self._sums[index]) != checksums[index]:
+                    raise WeightUpdateError(
+                        f"bucket {index} ({_contents(bucket)}) arrived with other bytes than were sent"
+                    )
+        except WeightUpdateError as error:
+            self.abandon(str(error))
+            raise
+        self.manifest, self.dirty = None, None
+        return manifest.version
+
+    def abandon(self, reason: str) -> None:
+        """Ends an open update without a commit; harmless without one."""
+        if self.manifest is not None and self._is_written:
+            self.dirty = f"the update to version {self.manifest.version!r} failed: {reason}"
+        self.manifest, self._sums = None, {}
+
+    def _open(self) -> Manifest:
+        if self.manifest is None:
+            raise WeightUpdateError("no update is under way: begin one first")
+        return self.manifest
+
+    def _copies(self, bucket: Bucket) -> list[Copy]:
+        """One for each run of pieces that are neighbours both in the bucket and in a parameter."""
+        manifest, copies = self._open(), list[Copy]()
+        for name, row, count, offset in bucket.pieces:
+            target = self.targets.get(name)
+            if target is None or not count:
+                continue
+            row_numel = manifest.tensors[name].row_numel
+            start, numel = target.start + row * row_numel, count * row_numel
+            if copies:
+                last = copies[-1]
+                if (
+                    last.flat is target.flat
+                    and last.start + last.numel == start
+                    and last.offset + last.numel * last.flat.itemsize == offset
+                ):
+                    copies[-1] = last._replace(numel=last.numel + numel)
+                    continue
+            copies.append(Copy(offset, target.flat, start, numel))
+        return copies
+
+
+def _contents(bucket: Bucket) -> str:
+    names = [piece.name for piece in bucket.pieces]
+    return "empty" if not names else names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

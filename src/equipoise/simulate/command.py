@@ -1,0 +1,142 @@
+"""What `equipoise simulate` does with its options. The options are in `cli.py`."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from equipoise.errors import ConfigError
+from equipoise.observe.reader import Trace, open_trace
+from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
+from equipoise.simulate.loads import LOGNORMAL, drawn_loads, exact_loads, trace_loads, workload_name
+from equipoise.simulate.report import show
+from equipoise.simulate.sweep import LoadsOf, Sweep, run_sweep
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "": 2}
+
+
+@dataclass(frozen=True)
+class WorkloadSize:
+    """What a stated workload needs beyond its name."""
+
+    imbalance: float
+    num_experts: int
+    num_experts_per_tok: int
+    tokens: int
+    layers: int
+    microbatches: int
+    seed: int
+    exact: bool
+
+
+def parse_numbers(text: str, option: str, kind: type = int) -> list[Any]:
+    """Numbers separated by commas.
+
+    Raises:
+        ConfigError: anything else; names the option.
+    """
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or any(not number >= 0 for number in numbers):
+        words = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(f"{option} is {text!r}: expected {words} from 0, separated by commas")
+    return numbers
+
+
+def run(
+    trace_path: str | None,
+    workload: str | None,
+    size: WorkloadSize,
+    sweep: Sweep,
+    hardware_name: str,
+    hidden_size: int | None,
+    intermediate_size: int | None,
+    steps: tuple[int, int] | None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Simulates, prints the report, and returns the rows and what was simulated.
+
+    Raises:
+        ConfigError: neither or both of a trace and a workload, or sizes that cannot be.
+        TraceError: a trace that cannot be read or replayed.
+    """
+    console = Console(highlight=False)
+    hardware = load_hardware(hardware_name)
+    if (trace_path is None) == (workload is None):
+        raise ConfigError("give a TRACE (a run folder, say) or --workload NAME, one of them")
+    if trace_path is not None:
+        trace = open_trace(trace_path)
+        expert = _expert_of(trace, hidden_size, intermediate_size)
+        loads_of: LoadsOf = lambda ranks: trace_loads(trace, ranks, steps)  # noqa: E731
+        what = f"trace {trace_path} ({trace.info.num_layers} layers, {trace.info.num_experts} experts)"
+        if not sweep.ranks:
+            sweep = _with_ranks(sweep, [trace.info.ep_size])
+    else:
+        assert workload is not None
+        name = workload_name(workload)
+        expert = ExpertSize(hidden_size or 2048, intermediate_size or 768)
+        loads_of = _workload_loads(name, size)
+        what = f"workload {name}, {size.layers} layers x {size.microbatches} microbatches, {size.num_experts} experts"
+        if not sweep.ranks:
+            sweep = _with_ranks(sweep, [8])
+    rows = run_sweep(sweep, loads_of, hardware, expert, say=lambda line: console.print(f"simulating {line}"))
+    show(console, rows, f"Predicted step on {hardware.name}: {what}")
+    console.print(_explain(hardware), markup=False, soft_wrap=True)
+    about = {"what": what, "hardware": asdict(hardware), "expert": asdict(expert), "workload": asdict(size)}
+    return rows, about
+
+
+def _with_ranks(sweep: Sweep, ranks: list[int]) -> Sweep:
+    return Sweep(**{**asdict(sweep), "ranks": ranks})
+
+
+def _workload_loads(name: str, size: WorkloadSize) -> LoadsOf:
+    from equipoise.moe.synthetic import Workload
+
+    def loads(ranks: int):
+        if size.exact:
+            if name == LOGNORMAL:
+                raise ConfigError(f"--exact lays shares down exactly, and {LOGNORMAL} has none: leave it out")
+            stated = Workload(name, size.imbalance, size.num_experts, size.num_experts_per_tok, ranks)
+            return exact_loads(stated, size.tokens, size.layers, size.microbatches)
+        return drawn_loads(
+            name,
+            size.imbalance,
+            size.num_experts,
+            size.num_experts_per_tok,
+            ranks,
+            size.tokens,
+            size.layers,
+            size.microbatches,
+            size.seed,
+        )
+
+    return loads
+
+
+def _expert_of(trace: Trace, hidden_size: int | None, intermediate_size: int | None) -> ExpertSize:
+    info = trace.info
+    return ExpertSize(
+        hidden_size or info.hidden_size, intermediate_size or info.moe_intermediate_size, DTYPE_BYTES.get(info.dtype, 2)
+    )
+
+
+def _explain(hardware: Hardware) -> str:
+    parts = "MoE layers and the rest of the step" if hardware.rest_s else "MoE layers alone"
+    return (
+        f"ms: one microbatch, forward and backward, {parts}. routed, planned, p95: largest over mean rank load before "
+        "and after. copies: replicas of a layer. remote: rows that leave their rank. *: fastest.\n"
+        f"Rates: {hardware.source}. docs/simulator.md has the model, and its error against measured runs."
+    )
+
+
+def write_json(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """The rows as a results file (the form of `bench`)."""
+    import json
+
+    partial = path.with_name(path.name + ".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    partial.replace(path)

@@ -1,0 +1,57 @@
+"""Several settings side by side: off, the ceiling, and balancing with each number of slots, tolerance and ranks."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from equipoise.balance.protocol import PlannerSettings
+from equipoise.simulate.hardware import ExpertSize, Hardware
+from equipoise.simulate.loads import LoadBlock
+from equipoise.simulate.run import FORCED, OFF, simulate_all, summarize
+
+LoadsOf = Callable[[int], Iterable[LoadBlock]]
+"""Makes the loads for a number of ranks."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to try. domain_size 0: no domains. copy_tokens: None takes the hardware's."""
+
+    ranks: Sequence[int]
+    planners: Sequence[str] = ("exact_load",)
+    slots: Sequence[int] = (1, 2)
+    tolerances: Sequence[float] = (0.01,)
+    min_tokens: int = 1
+    domain_size: int = 0
+    copy_tokens: int | None = None
+
+    def settings(self, hardware: Hardware, expert: ExpertSize, slots: int, tolerance: float) -> PlannerSettings:
+        copy_tokens = hardware.copy_tokens(expert) if self.copy_tokens is None else self.copy_tokens
+        return PlannerSettings(slots, tolerance, self.min_tokens, self.domain_size, copy_tokens)
+
+
+def run_sweep(
+    sweep: Sweep, loads_of: LoadsOf, hardware: Hardware, expert: ExpertSize, say: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """One row for each setting: `summarize`'s fields, what was tried, `of_ceiling` (the ceiling's step time over the
+    row's), `over_off` (off's over the row's), and `is_best` for the fastest of a number of ranks."""
+    rows: list[dict[str, Any]] = []
+    for ranks in sweep.ranks:
+        tries: list[tuple[str, int, float]] = [(OFF, 0, 0.0)]
+        tries += list(itertools.product(sweep.planners, sweep.slots, sweep.tolerances))
+        tries.append((FORCED, 0, 0.0))
+        say(f"{ranks} ranks: {len(tries)} settings")
+        planned = [(planner, sweep.settings(hardware, expert, slots, tol)) for planner, slots, tol in tries]
+        frames = simulate_all(loads_of(ranks), planned, hardware=hardware, expert=expert)
+        found = [
+            {"ranks": ranks, "planner": planner, "slots": slots, "tolerance": tolerance}
+            | summarize(frame, hardware, expert, slots)
+            for (planner, slots, tolerance), frame in zip(tries, frames)
+        ]
+        off, ceiling = found[0]["step_s"], found[-1]["step_s"]
+        best = min(found[:-1], key=lambda row: row["step_s"])
+        for row in found:
+            row |= {"of_ceiling": ceiling / row["step_s"], "over_off": off / row["step_s"], "is_best": row is best}
+        rows += found
+    return rows

@@ -1,0 +1,112 @@
+"""transformers' Trainer fine-tunes a Qwen3-MoE on two ranks, full and by LoRA, with balancing off and on: the losses of
+one process. With gradient checkpointing, accumulation and clipping, as people run it."""
+
+import gc
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.harness import run_ranks
+from distributed.test_transformers import VOCAB, missing, save_with_a_hot_rank
+from equipoise.balance import BalanceConfig
+from equipoise.integrations import transformers as adapter
+from equipoise.integrations.peft import adapt_experts
+
+STEPS, LENGTH, SEQUENCES_PER_STEP = 3, 19, 8
+KINDS = ("full", "LoRA on attention", "LoRA on experts")
+pytestmark = pytest.mark.skipif(
+    bool(missing()) or importlib.util.find_spec("peft") is None, reason="needs transformers' registry and peft"
+)
+
+
+def adapters(kind: str) -> Any:
+    from peft import LoraConfig
+
+    where: dict[str, list[str]] = {"target_modules": ["q_proj", "v_proj"]}
+    if kind == "LoRA on experts":
+        where["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, init_lora_weights=False, **where)
+
+
+def losses(folder: Path, out: Path, kind: str, implementation: str) -> list[float]:
+    """Loss of each step, and the gradient norms after them."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    options: dict[str, Any] = {}
+    if ranks > 1:
+        options["distributed_config"] = DistributedConfig(
+            ep_size=ranks, fsdp_size=ranks, ep_implementation=implementation
+        )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+    if kind != "full":
+        torch.manual_seed(3)
+        model = get_peft_model(model, adapters(kind))
+        if kind == "LoRA on experts" and ranks > 1:
+            model = adapt_experts(model)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (SEQUENCES_PER_STEP, LENGTH), generator=generator)
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=SEQUENCES_PER_STEP // 2 // ranks,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return [entry["loss"] for entry in logs] + [entry["grad_norm"] for entry in logs]
+
+
+def fine_tune(folder: Path, out: Path) -> dict[str, list[float]]:
+    several = int(os.environ["WORLD_SIZE"]) > 1
+    if several:
+        torch.distributed.init_process_group("gloo")
+    adapter.register(BalanceConfig(tolerance=0.0))
+    adapter.register(BalanceConfig(tolerance=1000), "unbalanced")  # transformers' own EP and peft on experts do not mix
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        off = "unbalanced" if kind == "LoRA on experts" else "all_to_all"
+        for implementation in (off, "equipoise") if several else ("alone",):
+            gc.collect()
+            name = "off" if implementation == off else implementation
+            found[f"{kind}, {name}"] = losses(folder, out, kind, implementation)
+            if implementation == "equipoise":
+                (balancer,) = (b for b in adapter._balancers.values() if b.config.tolerance == 0)
+                found[f"{kind}, copies"] = sum(record.copies for record in balancer.take_records())
+    if several:
+        torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Of two ranks, and of one process."""
+    folder = save_with_a_hot_rank("Qwen3Moe", tmp_path_factory.mktemp("model"))
+    out = tmp_path_factory.mktemp("out")
+    (single,) = run_ranks(fine_tune, 1, folder, out, deadline_s=200)
+    return run_ranks(fine_tune, 2, folder, out, deadline_s=250), single
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_without_balancing_and_of_one_process(runs, kind: str) -> None:
+    two, single = runs
+    want = single[f"{kind}, alone"]
+    assert want[0] - want[STEPS - 1] > 0.01, "every step has the same sequences, and it learns them"
+    for rank in two:
+        assert rank[f"{kind}, equipoise"] == pytest.approx(rank[f"{kind}, off"], rel=1e-5)
+        assert rank[f"{kind}, equipoise"] == pytest.approx(want, rel=1e-4)
+        assert rank[f"{kind}, copies"] > 0

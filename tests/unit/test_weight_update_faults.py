@@ -1,0 +1,286 @@
+"""Updates that fail: a bounded error, the old weights intact or nothing served, and the next good update heals."""
+
+import threading
+
+import pytest
+import torch
+
+from equipoise.distributed.weight_update import Manifest, TensorSpec, plan_buckets
+from equipoise.distributed.weight_update.checksum import checksum
+from equipoise.distributed.weight_update.receiver import Target, WeightReceiver
+from equipoise.errors import WeightUpdateError
+from equipoise.models.initialize import initialize_model
+from equipoise.serve.clients.http import EngineError
+from unit.engine_rig import TOY, some_ids, trainer_model
+from unit.serve_rig import PATHS, client_of, serving, trainer_checksums, updater
+
+GREEDY = {"sampling_params": {"temperature": 0.0, "max_new_tokens": 3}}
+
+
+def spec(*shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(shape, dtype)
+
+
+def manifest_of(tensors: dict[str, TensorSpec], version: str = "1", **changes) -> Manifest:
+    buckets = plan_buckets(tensors.items(), 10**6)
+    return Manifest(**({"version": version, "tensors": tensors, "buckets": buckets} | changes))
+
+
+WANTED = {"a": spec(2, 3), "b": spec(4, 8, dtype="bfloat16"), "c": spec(5)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b": spec(8, 4, dtype="bfloat16")}, r"'b' has shape \[8, 4\], the engine's has \[4, 8\]"),
+        ({"d": spec(1)}, "'d' is not a tensor of this engine"),
+        ({"b": spec(4, 8)}, "'b' is float32, the engine's is bfloat16"),
+        ({"c": None}, "'c' of the engine is left out"),
+        ({"b": spec(4, 8, dtype="brain")}, "'b' has dtype 'brain'"),
+    ],
+)
+def test_c29_what_does_not_fit_is_refused_before_anything_is_written(change: dict, message: str) -> None:
+    flats = {name: torch.zeros(s.num_rows * s.row_numel, dtype=s.torch_dtype) for name, s in WANTED.items()}
+    receiver = WeightReceiver(WANTED, {name: Target(flat, 0) for name, flat in flats.items()})
+    tensors = {name: s for name, s in (WANTED | change).items() if s is not None}
+    fitting = {name: s for name, s in tensors.items() if s.dtype != "brain"}
+    manifest = manifest_of(fitting).model_copy(update={"tensors": tensors})
+    with pytest.raises(WeightUpdateError, match=message):
+        receiver.begin(manifest)
+    assert receiver.dirty is None
+    assert receiver.manifest is None
+    receiver.begin(manifest_of(WANTED))
+
+
+def test_c29_mixed_dtypes_in_one_bucket_are_aligned() -> None:
+    specs = {"small": spec(3, dtype="uint8"), "wide": spec(2, 3), "half": spec(1, 3, dtype="bfloat16"), "last": spec()}
+    values = {
+        "small": torch.tensor([1, 2, 255], dtype=torch.uint8),
+        "wide": torch.tensor([[1.5, float("nan"), -0.0], [float("inf"), 3.0, 1e-45]]),
+        "half": torch.tensor([[1.0, 2.0, -3.0]], dtype=torch.bfloat16),
+        "last": torch.tensor(7.0),
+    }
+    flats = {name: torch.zeros(v.numel(), dtype=v.dtype) for name, v in values.items()}
+    receiver = WeightReceiver(specs, {name: Target(flat, 0) for name, flat in flats.items()})
+    manifest = manifest_of(specs)
+    receiver.begin(manifest)
+    (bucket,) = manifest.buckets
+    data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+    for name, _, _, offset in bucket.pieces:
+        raw = values[name].reshape(-1).view(torch.uint8)
+        data[offset : offset + raw.numel()] = raw
+    receiver.load(0, data)
+    assert receiver.commit({0: int(checksum(data))}) == "1"
+    for name, flat in flats.items():
+        assert torch.equal(flat.view(torch.uint8), values[name].reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 13, 64, 10**6])
+@pytest.mark.parametrize("split", [False, True])
+def test_every_row_is_in_one_bucket_and_a_bucket_is_larger_only_for_one_row(bucket_bytes: int, split: bool) -> None:
+    tensors = {"a": spec(7, 3), "empty": spec(0, 4), "b": spec(1, 40), "c": spec(), "d": spec(9, dtype="uint8")}
+    buckets = plan_buckets(tensors.items(), bucket_bytes, split=split)
+    Manifest(version="1", tensors=tensors, buckets=buckets).check_layout()
+    for bucket in buckets:
+        if bucket.num_bytes > max(bucket_bytes, 16):
+            (piece,) = bucket.pieces
+            assert not split or piece.count == 1
+    assert split or all(piece.row == 0 for bucket in buckets for piece in bucket.pieces)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda m: m["buckets"][0]["pieces"][0].__setitem__(3, 10**9),
+        lambda m: m["buckets"][0]["pieces"][0].__setitem__(3, -16),
+        lambda m: m["buckets"][0]["pieces"][1].__setitem__(3, 0),
+        lambda m: m["buckets"][0]["pieces"][0].__setitem__(2, 1),
+        lambda m: m["buckets"][0]["pieces"].append(["ghost", 0, 1, 4096]),
+        lambda m: m["buckets"].pop(),
+        lambda m: m["buckets"][0].__setitem__("num_bytes", 4),
+        lambda m: m.__setitem__("tensors", []),
+        lambda m: m["tensors"].__setitem__("a", [[-2, 3], "float32"]),
+        lambda m: m.__setitem__("version", ""),
+        lambda m: m.pop("buckets"),
+        lambda m: m.__setitem__("surprise", 1),
+    ],
+)
+def test_a_manifest_that_is_malformed_is_an_error(spoil) -> None:
+    value = manifest_of(WANTED).model_dump(mode="json")
+    spoil(value)
+    with pytest.raises(WeightUpdateError):
+        Manifest.parse(value).check_layout()
+
+
+def test_a_checksum_notices_bytes_that_are_changed_moved_or_missing() -> None:
+    data = torch.randint(0, 256, (40_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    whole = int(checksum(data))
+    assert int(checksum(data.clone())) == whole
+    for place in (0, 16_383, 16_384, 40_002):
+        changed = data.clone()
+        changed[place] ^= 1
+        assert int(checksum(changed)) != whole
+    swapped = data.clone()
+    swapped[:4], swapped[4:8] = data[4:8], data[:4]
+    assert int(checksum(swapped)) != whole
+    assert int(checksum(torch.cat([data[16_384:32_768], data[:16_384], data[32_768:]]))) != whole
+    assert int(checksum(data[:-1])) != whole
+
+
+def test_c28_all_layers_survive_updates_in_several_buckets() -> None:
+    model = trainer_model()
+    with serving() as server, updater("colocated", model, server, bucket_bytes=6000) as update:
+        for seed in (1, 2):
+            initialize_model(model, seed)
+            update.update(str(seed))
+            assert client_of(server).checksums() == trainer_checksums(model)
+
+
+def test_an_update_that_does_not_fit_raises_and_the_old_weights_stay_in_service() -> None:
+    model, other = trainer_model(), trainer_model(TOY.model_copy(update={"moe_intermediate_size": 8}))
+    with serving() as server, updater("colocated", model, server) as update:
+        update.update("good")
+        client, before = client_of(server), client_of(server).checksums()
+        for path in PATHS:
+            with (
+                updater(path, other, server) as wrong,
+                pytest.raises(WeightUpdateError, match=r"has shape .*, the engine's has"),
+            ):
+                wrong.update("bad")
+        assert client.checksums() == before
+        assert client.weight_version() == "good"
+        assert client.generate([1, 2], **GREEDY)["meta_info"]["weight_version"] == "good"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_engine_that_fails_in_the_middle_is_dirty_until_the_next_update(path: str, monkeypatch) -> None:
+    model = trainer_model()
+    with serving() as server, updater(path, model, server, bucket_bytes=8000) as update:
+        update.update("good")
+        client, receiver, load = client_of(server), server.worker.receiver, WeightReceiver.load
+        initialize_model(model, 1)
+
+        def fail(self, index, data):
+            if index == 2:
+                raise MemoryError("no room for bucket 2")
+            load(self, index, data)
+
+        monkeypatch.setattr(WeightReceiver, "load", fail)
+        with pytest.raises(WeightUpdateError, match="no room for bucket 2"):
+            update.update("bad")
+        monkeypatch.undo()
+        assert "no room for bucket 2" in (receiver.dirty or "")
+        with pytest.raises(EngineError, match="the weights are not usable") as error:
+            client.generate([1, 2], **GREEDY)
+        assert error.value.status == 503
+        with pytest.raises(EngineError, match="the weights are not usable"):
+            client.resume()
+        assert client.weight_version() == "good"
+        update.update("healed")
+        assert client.checksums() == trainer_checksums(model)
+        assert client.generate([1, 2], **GREEDY)["meta_info"]["weight_version"] == "healed"
+
+
+def test_bytes_that_changed_on_the_way_are_noticed(monkeypatch) -> None:
+    model = trainer_model()
+    with serving() as server, updater("colocated", model, server) as update:
+        update.update("good")
+        load = WeightReceiver.load
+
+        def flip(self, index, data):
+            changed = data.clone()
+            changed[5] ^= 1
+            load(self, index, changed)
+
+        monkeypatch.setattr(WeightReceiver, "load", flip)
+        with pytest.raises(WeightUpdateError, match="arrived with other bytes than were sent"):
+            update.update("bad")
+        monkeypatch.undo()
+        assert server.loop.dirty is not None
+        update.update("healed")
+        assert server.loop.dirty is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_trainer_that_stops_in_the_middle_leaves_a_bounded_wait(path: str, monkeypatch) -> None:
+    """The engine gives up at its deadline; the next trainer takes over."""
+    model = trainer_model()
+    with serving(deadline_s=2.0) as server:
+        first = updater(path, model, server, bucket_bytes=8000)
+        first.update("good")
+        fill, reached = type(first)._fill, threading.Event()
+
+        def stop(self, index, out, phases, **options):
+            if index == 2:
+                reached.set()
+                raise KeyboardInterrupt
+            return fill(self, index, out, phases, **options)
+
+        monkeypatch.setattr(type(first), "_fill", stop)
+        monkeypatch.setattr(type(first), "_give_up", lambda self, error: None)  # as if it were killed
+        with pytest.raises(KeyboardInterrupt):
+            first.update("bad")
+        monkeypatch.undo()
+        initialize_model(model, 1)
+        with updater(path, model, server) as second:
+            second.update("healed")
+        assert client_of(server).checksums() == trainer_checksums(model)
+        assert client_of(server).weight_version() == "healed"
+        with pytest.raises(EngineError):  # the first one comes back
+            first.clients[0].commit(None, {})
+
+
+def test_pausing_twice_and_going_on_twice_is_harmless() -> None:
+    model = trainer_model()
+    with serving() as server, updater("colocated", model, server) as update:
+        update.update("1")
+        client = client_of(server)
+        for _ in range(2):
+            client.pause()
+        with pytest.raises(EngineError, match="generation is paused") as error:
+            client.generate([1], **GREEDY)
+        assert error.value.status == 503
+        for _ in range(2):
+            client.resume()
+        assert client.generate(some_ids(3), **GREEDY)["output_ids"]
+
+
+def test_an_update_in_place_while_requests_run_ends_and_they_go_on() -> None:
+    """Requests that were running are finished by the new weights."""
+    model = trainer_model()
+    with serving() as server:
+        client = client_of(server, pause_mode="in_place")
+        with updater("colocated", model, server) as update:
+            update.update("1")
+            update.clients[0]._pause_mode = "in_place"
+            answers = []
+            slow = threading.Thread(
+                target=lambda: answers.append(
+                    client.generate([1, 2, 3], sampling_params={"max_new_tokens": 55, "sampling_seed": 1})
+                )
+            )
+            slow.start()
+            while not server.loop.num_requests:
+                pass
+            update.update("2")
+            slow.join(20)
+        (answer,) = answers
+        assert len(answer["output_ids"]) == 55
+        assert answer["meta_info"]["weight_versions"][-1][0] == "2"
+
+
+def test_two_engines_are_updated_together_and_a_dead_one_is_named() -> None:
+    model = trainer_model()
+    with serving() as one, serving() as two:
+        for path in PATHS:
+            with updater(path, model, one, two) as update:
+                update.update(path)
+            assert client_of(one).weight_version() == client_of(two).weight_version() == path
+        with updater("distributed", model, one, two) as update:
+            update.clients[1]._http.url = "http://127.0.0.1:1"
+            object.__setattr__(
+                update.clients[1]._http, "_parts", update.clients[1]._http._parts._replace(netloc="127.0.0.1:1")
+            )
+            with pytest.raises(WeightUpdateError, match="no answer"):
+                update.update("lost")
+        assert client_of(one).generate([1], **GREEDY)["meta_info"]["weight_version"] == "distributed"
