@@ -13,6 +13,7 @@ server_memory_gb: the most resident memory that the server has had.
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -79,6 +80,11 @@ def most_memory(pid: int) -> float:
     return int(found[1]) * 1024 / 1e9
 
 
+def _wait(page: Any, drawn: int) -> None:
+    """Until more than `drawn` views have been drawn; looks every 10 ms."""
+    page.wait_for_function("(drawn) => Number(document.body.dataset.drawn || 0) > drawn", arg=drawn, polling=10)
+
+
 def measure(run: Path, chromium: str | None) -> list[dict[str, Any]]:
     """Rows of the results: one for the first page, one for each look at a layer, one for the memory."""
     from playwright.sync_api import sync_playwright
@@ -97,13 +103,13 @@ def measure(run: Path, chromium: str | None) -> list[dict[str, Any]]:
             page = browser.new_page()
             began = time.perf_counter()
             page.goto(address)
-            page.wait_for_function(f"({DRAWN})() >= 1", polling=10)
+            _wait(page, 0)
             rows = [{"what": "first page", "seconds": time.perf_counter() - began, "command_start_s": start_s}]
             for layer, step in DRILLDOWNS:
                 drawn = page.evaluate(DRAWN)
                 began = time.perf_counter()
                 page.evaluate(f"location.hash = 'view=layer&run=0&layer={layer}&step={step}'")
-                page.wait_for_function(f"({DRAWN})() > {drawn}", polling=10)
+                _wait(page, drawn)
                 rows.append({"what": f"layer {layer}, step {step}", "seconds": time.perf_counter() - began})
             browser.close()
         rows.append({"what": "server memory", "gb": most_memory(server.pid)})
@@ -120,7 +126,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=60)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--chromium", help="path of the browser; default: playwright's own")
+    parser.add_argument(
+        "--chromium", default=shutil.which("chromium"), help="path of the browser; default: %(default)s"
+    )
     options = parser.parse_args()
     run = options.out / "big"
     if not run.exists():

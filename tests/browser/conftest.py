@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from browser.sample import SampleRun, make_run, write_profile
+from equipoise.observe.view.runs import Runs
+from equipoise.observe.view.server import address_of, make_app, open_socket
 
 playwright_api = pytest.importorskip("playwright.sync_api")
 
@@ -51,34 +54,40 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleRun]:
 
 
 @contextmanager
-def viewing(*arguments: str | Path, cwd: Path | None = None) -> Iterator[str]:
-    """The address of `equipoise view` with these arguments, run in the folder `cwd`; it ends with the block."""
-    command = [sys.executable, "-m", "equipoise", "view", "--port", "0", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
-    deadline = threading.Timer(60, process.kill)
-    deadline.start()
-    try:
-        assert process.stdout is not None
-        printed = []
-        for line in process.stdout:
-            printed.append(line)
-            if line.startswith("http"):
-                break
-        else:
-            raise AssertionError(f"{command} ended:\n{''.join(printed)}")
-        deadline.cancel()
-        yield line.strip()
-    finally:
-        deadline.cancel()
-        process.terminate()
-        process.wait(20)
+def viewing(*paths: Path) -> Iterator[str]:
+    """The address of a viewer of these runs, which ends with the block. In a thread: starting the command takes longer
+    than most tests."""
+    server = uvicorn.Server(
+        uvicorn.Config(make_app(Runs(paths), None), log_level="warning", timeout_graceful_shutdown=1)
+    )
+    with open_socket("localhost", 0) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        try:
+            yield address_of(listening, "localhost", None)
+        finally:
+            server.should_exit = True
+            thread.join(20)
 
 
 @pytest.fixture(scope="session")
 def address(runs: dict[str, SampleRun]) -> Iterator[str]:
+    """Of the command itself."""
     folder = runs["off"].path.parent
-    with viewing(f"{folder.name}/balanced", f"{folder.name}/off", cwd=folder.parent) as opened:
+    command = [sys.executable, "-m", "equipoise", "view", "--port", "0"]
+    paths = [f"{folder.name}/balanced", f"{folder.name}/off"]
+    process = subprocess.Popen([*command, *paths], stdout=subprocess.PIPE, text=True, cwd=folder.parent)
+    deadline = threading.Timer(60, process.kill)
+    deadline.start()
+    try:
+        assert process.stdout is not None
+        opened = next(line for line in process.stdout if line.startswith("http")).strip()
+        deadline.cancel()
         yield opened
+    finally:
+        deadline.cancel()
+        process.terminate()
+        process.wait(20)
 
 
 class Looker:
@@ -132,15 +141,20 @@ class Looker:
         )
 
 
+@pytest.fixture(scope="session")
+def context(browser: Any) -> Iterator[Any]:
+    """One for all tests, so that scripts are compiled once."""
+    made = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light", reduced_motion="reduce")
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def look(browser: Any) -> Iterator[Looker]:
+def look(context: Any) -> Iterator[Looker]:
     """A page of 1280 x 900 in light colours. The test fails if anything is reported on its console."""
-    context = browser.new_context(
-        viewport={"width": 1280, "height": 900}, color_scheme="light", reduced_motion="reduce"
-    )
     looker = Looker(context.new_page())
     yield looker
-    context.close()
+    looker.page.close()
     assert looker.errors == []
 
 

@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from starlette.testclient import TestClient
 from typer.testing import CliRunner, Result
 
 from browser.sample import LAYERS, RANKS, SampleRun, make_run, write_metrics
 from equipoise import cli
+from equipoise.balance.planner import plan_loads
+from equipoise.balance.protocol import PlannerSettings
+from equipoise.balance.splits import complete_plan
 from equipoise.errors import ConfigError, TraceError
 from equipoise.observe.reader import open_trace
 from equipoise.observe.schema import TraceInfo
@@ -27,6 +31,7 @@ from equipoise.observe.view.metrics_file import MetricsFile
 from equipoise.observe.view.run import Run
 from equipoise.observe.view.runs import Runs
 from equipoise.observe.view.server import COOKIE, is_local, make_app, open_socket
+from equipoise.observe.view.traffic import traffic
 from equipoise.observe.writer import TraceWriter
 
 TOKEN = "a-token-of-the-tests"
@@ -75,7 +80,7 @@ def test_metrics_are_read_on_from_where_they_were(tmp_path: Path) -> None:
         assert not file.refresh()
         out.write(': null}\nnot a record\n{"step": "x"}\n[3]\n')
     assert file.refresh()
-    assert [record["step"] for record in file.records] == [1, 2]
+    assert plain(file.column("step")) == [1.0, 2.0]
     assert plain(file.column("loss")) == [2.5, None]
 
 
@@ -93,7 +98,7 @@ def test_metrics_of_a_resumed_run_are_read_anew(how: str, tmp_path: Path) -> Non
     else:
         file.path.write_text('{"step": 1, "loss": 9.0}\n')
     assert file.refresh()
-    assert {record["loss"] for record in file.records} == {9.0}
+    assert set(file.column("loss")) == {9.0}
 
 
 def test_lists_by_layer_are_used_when_every_record_has_them(tmp_path: Path) -> None:
@@ -151,8 +156,8 @@ def test_only_new_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for path in (later.path / "trace").iterdir():
         path.rename(tmp_path / "trace" / path.name)
     opened: list[Path] = []
-    real = pq.read_table
-    monkeypatch.setattr(pq, "read_table", lambda path, **options: opened.append(path) or real(path, **options))
+    real = HistoryReader._part
+    monkeypatch.setattr(HistoryReader, "_part", lambda self, file: opened.append(file.path) or real(self, file))
     seen.refresh()
     assert seen.version == version + 1
     assert seen.overview()["imbalance"]["step"] == [1, 2, 3]
@@ -194,12 +199,35 @@ def test_long_runs_are_drawn_in_few_points_whose_means_are_right(tmp_path: Path)
 # What is answered
 
 
+@pytest.mark.parametrize(("P", "E", "R"), [(1, 3, 0), (2, 6, 1), (3, 12, 2), (8, 64, 3)])
+def test_traffic_is_that_of_the_plan_that_training_carries_out(P: int, E: int, R: int) -> None:
+    random = np.random.default_rng(P)
+    load_PE = random.integers(0, 9, (P, E)) * random.integers(0, 40, E)
+    settings = PlannerSettings(num_slots=R)
+    placement = plan_loads(torch.from_numpy(load_PE.sum(0))[None], P, settings)[0]
+    expected = [complete_plan(placement, torch.from_numpy(load_PE), rank).recv.sum(1) for rank in range(P)]
+    slots_PR, quota_PX = placement.slot_expert.numpy().reshape(P, R), placement.quota.numpy().reshape(P, -1)
+    assert traffic(load_PE, slots_PR, quota_PX).tolist() == torch.stack(expected, 1).tolist()
+
+
 def test_a_layer_without_balancing_has_its_traffic_unchanged(tmp_path: Path) -> None:
     off = make_run(tmp_path, [1], balanced=False)
     detail = Run(tmp_path).detail(None, layer=3)
     assert detail["traffic"]["before"] == detail["traffic"]["after"]
     assert detail["replicas"] == []
     assert detail["rank_load"] == off.load_SLPE[0, 3].sum(0).reshape(RANKS, -1).sum(1).tolist()
+
+
+def test_loads_are_those_of_the_real_tokens_of_each_rank(tmp_path: Path) -> None:
+    """C26: 7 tokens of each of 4 ranks, top 2 of 4 experts: 14 rows per rank, 56 in all."""
+    info = TraceInfo(num_layers=1, num_experts=4, num_experts_per_tok=2, ep_size=4)
+    load_LPE = np.array([[[7, 4, 3, 0], [2, 5, 7, 0], [6, 1, 0, 7], [7, 7, 0, 0]]])
+    with TraceWriter(tmp_path, info) as writer:
+        writer.write_layers(LayerRows(1, 0, 0, load_LPE, load_LPE.sum(1).reshape(1, 4, 1)))
+    detail = Run(tmp_path).detail(None, layer=0)
+    assert [sum(row) for row in detail["traffic"]["before"]] == [14] * 4
+    assert detail["rank_load"] == [22, 17, 10, 7]
+    assert sum(detail["stacks"]["before"]["rows"]) == sum(detail["stacks"]["after"]["rows"]) == 56
 
 
 def test_steps_without_matrices_still_show_rank_loads(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ def bucket_max(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 def plain(values: Sequence[float] | np.ndarray, digits: int = 6) -> list:
     """Nested lists for JSON: NaN and infinity as None, numbers to some significant digits, to keep pages small."""
-    if isinstance(values, np.ndarray) and values.ndim > 1:
-        return [plain(row, digits) for row in values]
-    return [float(f"{x:.{digits}g}") if np.isfinite(x) else None for x in np.asarray(values, np.float64).tolist()]
+    array = np.asarray(values, np.float64)
+    known = np.isfinite(array)
+    size = np.floor(np.log10(np.abs(array, where=known & (array != 0), out=np.ones_like(array))))
+    power = 10.0 ** np.clip(digits - 1 - size, -300, 300)
+    rounded = np.where(known, np.round(np.where(known, array, 0.0) * power) / power, array)
+    return rounded.tolist() if known.all() else np.where(known, rounded, None).tolist()

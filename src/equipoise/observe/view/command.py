@@ -40,10 +40,5 @@ def view(
     with open_socket(host, port) as listening:
         named = ", ".join(run.name for run in runs.runs)
         say(f"showing {named}\n{address_of(listening, host, token)}\nCtrl-C ends it")
-        threading.Thread(target=_warm_up, daemon=True).start()
+        threading.Thread(target=runs.read_ahead, daemon=True).start()
         serve(app, listening)
-
-
-def _warm_up() -> None:
-    """What the first look at a layer needs, and takes seconds to import."""
-    import equipoise.balance.splits  # noqa: F401

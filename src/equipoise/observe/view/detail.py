@@ -10,6 +10,7 @@ import numpy as np
 from equipoise.observe.reader import LayerLoad
 from equipoise.observe.schema import PHASES, TraceInfo
 from equipoise.observe.view.buckets import plain
+from equipoise.observe.view.traffic import traffic
 
 MAX_RANKS = 128
 """Of a traffic matrix: with more, its squares are smaller than a pixel."""
@@ -91,16 +92,6 @@ def _traffic_after(load: LayerLoad, info: TraceInfo) -> list[list[int]] | None:
     """Rows [source rank, computing rank], by the rule that splits a plan's quotas over source ranks."""
     if load.quota_Pm is None or info.source != "equipoise":
         return None
-    import torch  # with the rule; both take seconds to import, and the overview needs neither
-
-    from equipoise.balance.plan import Placement
-    from equipoise.balance.splits import complete_plan
-
+    assert load.load_PE is not None
     assert load.slot_expert_PR is not None
-    slots, quota = (
-        torch.from_numpy(np.ascontiguousarray(x, np.int32).reshape(-1)) for x in (load.slot_expert_PR, load.quota_Pm)
-    )
-    placement = Placement(slots, quota, info.ep_size, info.num_experts)
-    load_PE = torch.from_numpy(np.ascontiguousarray(load.load_PE, np.int64))
-    received = [complete_plan(placement, load_PE, rank).recv.sum(1) for rank in range(info.ep_size)]
-    return torch.stack(received, 1).tolist()
+    return traffic(load.load_PE, load.slot_expert_PR, load.quota_Pm).tolist()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from equipoise.errors import TraceError
@@ -74,7 +75,8 @@ class HistoryReader:
 
     def _part(self, file: TraceFile) -> _Part:
         try:
-            table = pq.read_table(file.path, columns=list(_COLUMNS))
+            with pq.ParquetFile(file.path, memory_map=True) as parquet:
+                table = parquet.read(list(_COLUMNS), use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise TraceError(f"{file.path} cannot be read: {str(error).splitlines()[0]}") from error
         L = self.trace.info.num_layers
@@ -86,7 +88,7 @@ class HistoryReader:
             values = _numpy(table, name).astype(np.float64)
             sums[index] = np.bincount(cell, values, size)
             np.maximum.at(worst[index], cell, values)
-        valid = table["slot_expert"].combine_chunks().is_valid().to_numpy(zero_copy_only=False)
+        with_matrices = _numpy(table.filter(pc.is_valid(table["slot_expert"])), "step")
         return _Part(
             steps,
             sums.reshape(2, -1, L),
@@ -94,7 +96,7 @@ class HistoryReader:
             np.bincount(cell, minlength=size).reshape(-1, L),
             np.bincount(row_step, _numpy(table, "copies"), len(steps)),
             np.bincount(row_step, _numpy(table, "copied_bytes"), len(steps)),
-            np.bincount(row_step, valid, len(steps)) > 0,
+            np.isin(steps, with_matrices),
         )
 
     def _join(self, parts: list[_Part]) -> History:
@@ -120,4 +122,6 @@ class HistoryReader:
 
 
 def _numpy(table: pa.Table, name: str) -> np.ndarray:
-    return table[name].combine_chunks().to_numpy(zero_copy_only=False)
+    """Not by `to_numpy`, which imports pandas where it is installed."""
+    column = table[name].combine_chunks()
+    return np.from_dlpack(column) if len(column) else np.empty(0, np.int64)

@@ -76,10 +76,10 @@ class Run:
                 "path": str(self.path),
                 "version": self.version,
                 "problem": self.problem,
-                "has_metrics": bool(self._metrics.records),
+                "has_metrics": len(self._metrics) > 0,
                 "has_trace": info is not None,
                 "info": None if info is None else vars(info),
-                "last_step": self._metrics.records[-1]["step"] if self._metrics.records else None,
+                "last_step": self._metrics.last_step,
             }
 
     def overview(self) -> dict[str, Any]:
@@ -204,8 +204,8 @@ class Run:
 
     def _summary(self, history: History | None) -> dict[str, float | None]:
         """Figures to compare runs by. Means leave out the first tenth of the steps, which warm up."""
-        records = self._metrics.records
-        skip = len(records) // 10
+        last_step = self._metrics.last_step
+        skip = len(self._metrics) // 10
         summary: dict[str, float | None] = {}
         for name in ("tokens_per_second", "time_step_s", "balance_plan_s", "balance_sync_s"):
             summary[name] = _mean(self._metrics.column(name)[skip:])
@@ -213,7 +213,7 @@ class Run:
             values = self._metrics.column(name)
             values = values[np.isfinite(values)]
             summary[name] = float(values[-1]) if len(values) else None
-        summary["step"] = float(records[-1]["step"]) if records else None
+        summary["step"] = None if last_step is None else float(last_step)
         if history is None:
             summary["imbalance_before"] = _mean(self._metrics.column("rank_imbalance")[skip:])
             summary["imbalance_after"] = _mean(self._metrics.column("rank_imbalance_after")[skip:])

@@ -1,5 +1,6 @@
 """The runs that a viewer shows, and the answers to what its page asks."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ class Runs:
             seen[run.name] = seen.get(run.name, 0) + 1
             if seen[run.name] > 1:
                 run.name = f"{run.name} ({seen[run.name]})"
+
+    def read_ahead(self) -> None:
+        """Reads the traces before anybody asks. What is wrong with one is told to who asks."""
+        for run in self.runs:
+            with contextlib.suppress(TraceError):
+                run.overview()
 
     def answer(self, request: str, parameters: Mapping[str, str]) -> Any:
         """What the page asked: "runs", "overview" (run) or "detail" (run, step, layer, microbatch, group).

@@ -96,7 +96,8 @@ def make_app(runs: Runs, token: str | None) -> "Starlette":
         except EquipoiseError as error:
             return JSONResponse({"error": str(error)}, 404, headers=_HEADERS)
 
-    middleware = [Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)]
+    # Within one machine, packing takes longer than it saves.
+    middleware = [] if token is None else [Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)]
     routes = [Route("/", root), Route("/api/{name}", data), Route("/{name}", file)]
     return Starlette(routes=routes, middleware=middleware)
 
