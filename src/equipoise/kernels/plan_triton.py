@@ -9,8 +9,8 @@ first and wait for nobody higher, hence no deadlock (and Triton's interpreter, w
     finishers   several per rank: read the winner's log and write quotas and sends, or receives, of a few of that rank's
                 physical experts; a warp takes long over many
 
-Ranks lie along the lanes and all experts of a rank in one lane, so a choice is a reduction of int32 values over one
-warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index share one
+Where LANES, ranks lie along the lanes and all experts of a rank in one lane. A choice is a reduction of int32 values
+over one warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index share one
 integer and one reduction; otherwise (IS_WIDE) the same code takes two.
 
 Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals (of a finisher: LOCALS), S moves at most.
@@ -123,6 +123,7 @@ def _run_candidate(
     DOMAIN: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
     OFFER_PERIOD: tl.constexpr,
+    LANES: tl.constexpr,
     RANK_BITS: tl.constexpr,
     SLOT_BITS: tl.constexpr,
     MASTER_BITS: tl.constexpr,
@@ -168,7 +169,7 @@ def _run_candidate(
             live = live & (worst != -CAP - 1)
             giver = tl.where(pair, giver, LAST_RANK - code)
             excess = tl.where(pair, excess, worst * sign)
-            if home_MP.shape[1] <= 32:
+            if LANES:
                 size_M1 = tl.gather(home_MP, tl.zeros_like(master_M1) + giver, 1)  # a shuffle
             else:
                 size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
@@ -283,6 +284,7 @@ def plan_kernel(
     OWN_SUMS: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
     OFFER_PERIOD: tl.constexpr,
+    LANES: tl.constexpr,
     P_PAD: tl.constexpr,
     M_PAD: tl.constexpr,
     LOCALS: tl.constexpr,
@@ -322,9 +324,9 @@ def plan_kernel(
         step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
         rank_1P = tl.arange(0, P_PAD)[None, :]
         master_M1 = tl.arange(0, M_PAD)[:, None]
-        if P_PAD <= 32:  # a rank to each lane
-            # A 0 that the compiler does not know hides that masters are neighbours in memory: it would spread them over
-            # the lanes. With more ranks that is as well: each lane has several to work on at once.
+        if LANES:
+            # A 0 that the compiler does not know hides that masters are neighbours in memory, over which it would lay
+            # the lanes.
             master_M1 = master_M1 ^ (num_targets >> 30)
         expert_MP = rank_1P * M + master_M1
         is_expert_MP = (rank_1P < P) & (master_M1 < M)
@@ -357,13 +359,13 @@ def plan_kernel(
                 _run_candidate(
                     best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
                     sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    OFFER_PERIOD, RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
+                    OFFER_PERIOD, LANES, RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
                 )  # fmt: skip
             else:
                 _run_candidate(
                     best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
                     sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    OFFER_PERIOD, RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
+                    OFFER_PERIOD, LANES, RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
                 )  # fmt: skip
         tl.debug_barrier()
         tl.atomic_add(workspace_ptr + ARRIVED, 1, sem="release")
