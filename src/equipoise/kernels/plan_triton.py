@@ -10,8 +10,8 @@ first and wait for nobody higher, hence no deadlock (and Triton's interpreter, w
                 physical experts; a warp takes long over many
 
 Where LANES, ranks lie along the lanes and all experts of a rank in one lane. A choice is a reduction of int32 values
-over one warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index share one
-integer and one reduction; otherwise (IS_WIDE) the same code takes two.
+over one warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index
+share one integer and one reduction; otherwise (IS_WIDE) the same code takes two.
 
 Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals (of a finisher: LOCALS), S moves at most.
 """
