@@ -26,7 +26,10 @@ def with_pretrained(values: Any) -> Any:
     try:
         opened = HFFolder(folder)
     except CheckpointError as error:
-        raise ValueError(f"model.load_from: {error}") from error
+        raise ValueError(
+            f"model.load_from: {error}. (A run that has a checkpoint goes on without the folder, from its config.toml "
+            "with --model.load_from none)"
+        ) from error
     opened.close()
     own = opened.config.model_dump()
     merged = own | dict(given)
