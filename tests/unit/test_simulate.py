@@ -13,9 +13,9 @@ from equipoise.errors import ConfigError, PlanError, TraceError
 from equipoise.moe.synthetic import WORKLOADS, Workload
 from equipoise.observe.reader import open_trace
 from equipoise.observe.schema import TraceInfo
-from equipoise.observe.tables import LayerRows
+from equipoise.observe.tables import LayerRows as TraceRows
 from equipoise.observe.writer import TraceWriter
-from equipoise.simulate.cost import layer_cost
+from equipoise.simulate.cost import LayerRows, layer_cost
 from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
 from equipoise.simulate.loads import LoadBlock, drawn_loads, exact_loads, trace_loads, workload_name
 from equipoise.simulate.report import plot, verdicts
@@ -48,7 +48,7 @@ def cost(hardware: Hardware, *, is_on: bool = False, copies: int = 0):
     rows_BPm = np.array([[[3, 0], [5, 2]]])
     out, into = np.array([[[4, 0], [1, 2]]]), np.array([[[1, 2], [4, 0]]])
     copied = np.array([[[copies, 0], [0, copies]]])
-    return layer_cost(hardware, EXPERT, rows_BPm, np.array([[6, 4]]), out, into, copied, is_on)
+    return layer_cost(hardware, EXPERT, LayerRows(rows_BPm, np.array([[6, 4]]), out, into, copied, is_on))
 
 
 def test_each_part_of_the_cost_waits_for_the_slowest_rank() -> None:
@@ -142,7 +142,7 @@ def recorded(tmp_path: Path) -> Path:
         for step in (10, 20):
             counts = rng.integers(0, 9, (2, 2, 3, 8))  # rank, layer, sequence, expert
             load = counts.sum(2).transpose(1, 0, 2)
-            writer.write_layers(LayerRows(step, 0, 0, load, load.sum(1).reshape(2, 2, 4)))
+            writer.write_layers(TraceRows(step, 0, 0, load, load.sum(1).reshape(2, 2, 4)))
             for rank in range(2):
                 writer.write_sequences(step, 0, 0, rank, counts[rank])
     return tmp_path
