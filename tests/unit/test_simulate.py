@@ -1,14 +1,17 @@
 """The simulator: traffic as the runtime splits it, costs by hand, loads that add up, bad input with a message."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from trace_rows import rows
+from typer.testing import CliRunner
 
 from equipoise.balance import ExactLoadPlanner, PlannerSettings, complete_plan
 from equipoise.balance.quality import Size, synthetic_loads
+from equipoise.cli import main
 from equipoise.errors import ConfigError, PlanError, TraceError
 from equipoise.moe.synthetic import WORKLOADS, Workload
 from equipoise.observe.reader import open_trace
@@ -179,7 +182,7 @@ def test_without_sequences_whole_microbatches_are_dealt(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_replayed_says_why(tmp_path: Path, recorded: Path) -> None:
-    with pytest.raises(ConfigError, match="8 experts cannot be split evenly over 3 ranks"):
+    with pytest.raises(ConfigError, match="8 experts cannot be split evenly over an EP group of 3 ranks"):
         list(trace_loads(open_trace(recorded), 3))
     with TraceWriter(tmp_path / "other", TraceInfo(3, 6, 2, ep_size=2, num_slots=1)) as writer:
         writer.write_layers(rows(1, has_matrices=False))
@@ -243,3 +246,37 @@ def test_a_calibration_is_read_back(tmp_path: Path) -> None:
     assert load_hardware(str(tmp_path / "file.json")) == machine
     with pytest.raises(ConfigError, match="choose h200, h100, or a file"):
         load_hardware("abacus")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "W2", "--ranks", "two"], "--ranks is 'two': expected whole numbers"),
+        (["--workload", "W2", "--tolerance", "-1"], "--tolerance is '-1'"),
+        (["--workload", "W9"], "there is no workload 'W9'"),
+        (["--workload", "W2", "--ranks", "7"], "128 experts cannot be split evenly"),
+        (["--workload", "W2", "--hardware", "tpu"], "no hardware 'tpu'"),
+        (["--workload", "W2", "--planners", "best"], "no planner 'best'"),
+        (["--workload", "lognormal", "--exact"], "leave it out"),
+        (["runs", "--workload", "W2"], "one of them"),
+        (["nowhere"], "no such file or folder"),
+        (["--workload", "W2", "--steps", "1,2,3"], "expected the first and the last step"),
+    ],
+)
+def test_the_command_refuses_with_a_message(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["simulate", *arguments])
+    assert result.exit_code in (1, 2), result.output
+    assert message in " ".join(result.output.split())
+
+
+def test_the_command_prints_a_table_a_plot_and_writes_rows(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    options = ["--workload", "W2", "--ranks", "4", "--layers", "1", "--microbatches", "1", "--experts", "8"]
+    options += ["--top-k", "2", "--tokens", "512", "--exact", "--slots", "1", "--out", str(out)]
+    result = CliRunner().invoke(main, ["simulate", *options])
+    assert result.exit_code == 0, result.output
+    for shown in ("Predicted step on h200", "of ceiling", "####", "4 ranks: balancing"):
+        assert shown in result.output
+    content = json.loads(out.read_text())
+    assert [row["planner"] for row in content["rows"]] == ["off", "exact_load", "forced"]
+    assert content["hardware"]["name"] == "h200"

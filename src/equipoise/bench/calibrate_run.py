@@ -1,7 +1,7 @@
 """Steps of a model under loads that are laid down, and the rates that explain their times.
 
-Steps of all loads take turns, and each follows a step of one reference load: a load's time is that of its step over
-the reference's before it, times the median of the references. So a machine whose speed drifts meets all alike.
+Steps of all loads take turns, with a step of one reference load between them: a load's time is that of its step over
+its two neighbours', times the median of the references. So a machine whose speed drifts meets all alike.
 
 Shapes: P ranks of the EP group, E experts, M = E / P experts per rank, X features of the cost model.
 """
@@ -149,12 +149,11 @@ class Stopwatch:
         started = time.perf_counter()
         for number in range(rounds):
             began = time.perf_counter()
+            references.append(self.run(reference, 0))
             for load in loads if number % 2 == 0 else reversed(loads):
-                before = self.run(reference, 0)
                 steps = [self.run(load, step) for step in range(len(load.routings))]
-                after = self.run(reference, 0)
-                references += [before, after]
-                found[load.name].append(statistics.fmean(steps) / (0.5 * (before + after)))
+                references.append(self.run(reference, 0))
+                found[load.name].append(statistics.fmean(steps) / statistics.fmean(references[-2:]))
             now = time.perf_counter()
             is_late = gather_json(now - started + (now - began) > deadline_s, self.trainer.world)[0]
             if is_late:
