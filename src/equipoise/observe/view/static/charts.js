@@ -2,16 +2,29 @@
 "use strict";
 
 const Drawing = []; // promises of what is being drawn
+
+// Plotly's script takes a second to start, so numbers are shown and data is asked for before that.
+let startPlotly;
+const PlotlyReady = new Promise((resolve) => { startPlotly = resolve; });
+if (window.Plotly) startPlotly();
+
+function loadPlotly() {
+  if (window.Plotly) return;
+  document.head.append(make("script", { src: "plotly.js", onload: startPlotly }));
+}
+
 const CONFIG = { responsive: true, displaylogo: false, displayModeBar: "hover",
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
 
 function axis(title, more = {}) {
   return { title: { text: title, standoff: 8 }, gridcolor: Theme.color("grid"), zeroline: false, linecolor: Theme.color("line"),
-    automargin: true, ...more };
+    ...more };
 }
 
-function layout(x, y, more = {}) {
-  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 58, r: 14, t: 8, b: 44 },
+// Margins are given, since plotly would draw everything twice to find them.
+function layout(x, y, more = {}, margin = {}) {
+  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 62, r: 14, t: more.showlegend ? 30 : 8, b: 46, autoexpand: false, ...margin },
     font: { family: "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif", size: 12, color: Theme.color("text") },
     xaxis: x, yaxis: y, uirevision: "kept", hovermode: "closest", showlegend: false,
     legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom" },
@@ -20,18 +33,22 @@ function layout(x, y, more = {}) {
 
 // Draws, or says why there is nothing to draw. `onClick` gets the point that was clicked.
 function draw(id, traces, arrangement, onClick) {
-  const place = byId(id);
-  const note = place.querySelector(".empty");
-  if (note) note.remove();
-  Drawing.push(Plotly.react(place, traces, arrangement, CONFIG));
-  place.removeAllListeners("plotly_click");
-  if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
+  Drawing.push(PlotlyReady.then(async () => {
+    const place = byId(id);
+    const note = place.querySelector(".empty");
+    if (note) note.remove();
+    await Plotly.react(place, traces, arrangement, CONFIG);
+    place.removeAllListeners("plotly_click");
+    if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
+  }));
 }
 
 function drawNothing(id, reason) {
-  const place = byId(id);
-  if (place.data) Plotly.purge(place);
-  place.replaceChildren(make("p", { className: "empty", textContent: reason }));
+  Drawing.push(PlotlyReady.then(() => {
+    const place = byId(id);
+    if (place.data) Plotly.purge(place);
+    place.replaceChildren(make("p", { className: "empty", textContent: reason }));
+  }));
 }
 
 // Names of series may hold anything that a folder's name may.
@@ -102,5 +119,5 @@ function square(id, z, titles, largest, showsZeros = true) {
     Object.assign(trace, { text, texttemplate: "%{text}", textfont: { size: 11 } });
   }
   draw(id, [trace], layout(rankAxis(titles.x, numRanks, { range: [-0.5, numRanks - 0.5], showgrid: false }),
-    rankAxis(titles.y, numRanks, { range: [numRanks - 0.5, -0.5], showgrid: false })));
+    rankAxis(titles.y, numRanks, { range: [numRanks - 0.5, -0.5], showgrid: false }), {}, { r: 84 }));
 }
