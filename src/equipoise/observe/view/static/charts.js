@@ -71,11 +71,10 @@ function stepAxis(traces) {
 function perPoint(size, what) { return size > 1 ? `each point: ${what} of ${size} steps` : ""; }
 
 // Bars on top of each other in one trace, which stays quick with thousands of them.
-function stack(pieces, numRanks, mastersPerRank, axes) {
+function stack(pieces, numRanks, mastersPerRank, top, axes) {
   const height = new Array(numRanks).fill(0);
   const order = new Array(numRanks).fill(0);
   const columns = { x: [], y: [], base: [], color: [], pattern: [], text: [], data: [] };
-  const highest = Math.max(1, ...sums(pieces, numRanks));
   pieces.rows.forEach((rows, i) => {
     const rank = pieces.rank[i];
     const expert = pieces.expert[i];
@@ -85,7 +84,7 @@ function stack(pieces, numRanks, mastersPerRank, axes) {
     columns.base.push(height[rank]);
     columns.color.push(Theme.rank(home, numRanks, (order[rank] % 2) * 0.75));
     columns.pattern.push(home === rank ? "" : "/");
-    columns.text.push(rows > 0.05 * highest ? String(expert) : "");
+    columns.text.push(rows > 0.042 * top ? String(expert) : "");
     columns.data.push([expert, home, home === rank ? "master" : "replica"]);
     height[rank] += rows;
     order[rank] += 1;
@@ -96,12 +95,6 @@ function stack(pieces, numRanks, mastersPerRank, axes) {
     marker: { color: columns.color, line: { color: Theme.color("card"), width: 0.6 },
       pattern: { shape: columns.pattern, fillmode: "overlay", fgcolor: Theme.color("card"), fgopacity: 0.55, size: 7, solidity: 0.22 } },
     hovertemplate: "expert %{customdata[0]} (%{customdata[2]}, home rank %{customdata[1]})<br>rank %{x}: %{y:,} rows<extra></extra>" };
-}
-
-function sums(pieces, numRanks) {
-  const total = new Array(numRanks).fill(0);
-  pieces.rows.forEach((rows, i) => { total[pieces.rank[i]] += rows; });
-  return total;
 }
 
 function rankAxis(title, numRanks, more = {}) {
