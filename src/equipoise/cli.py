@@ -25,6 +25,8 @@ from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.exit_codes import EXIT_FAILED, exit_codes
 from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode
 from equipoise.serve_command import serve
+from equipoise.trace.command import HELP as TRACE_HELP
+from equipoise.trace.command import trace_model
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
 from equipoise.train.schema import Schema, read_schema
@@ -53,6 +55,7 @@ main = typer.Typer(
 
 
 main.add_typer(bench, name="bench")
+main.command("trace", help=TRACE_HELP, short_help="Does a model of transformers need balancing?")(trace_model)
 main.command()(convert)
 main.command()(serve)
 

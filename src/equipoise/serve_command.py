@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from equipoise import launch
-from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
 from equipoise.options import NprocPerNode
 
@@ -73,12 +72,7 @@ def serve(
 
 
 def _serve(values: dict[str, object]) -> None:
-    try:
-        from equipoise.serve.run import ServeConfig, serve
-    except ImportError as error:
-        if error.name not in ("starlette", "uvicorn"):
-            raise
-        raise ConfigError(f"this needs the package {error.name} (pip install 'equipoise[serve]')") from None
+    from equipoise.serve.run import ServeConfig, serve
     from equipoise.train.log import configure_logging
 
     configure_logging()

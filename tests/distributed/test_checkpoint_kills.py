@@ -24,6 +24,7 @@ from equipoise.train.config import LoopConfig, TrainConfig
 from equipoise.train.metrics import MetricsConfig
 from equipoise.train.optimizer import OptimizerConfig
 from equipoise.train.run import run_training
+from equipoise.train.trainer import Trainer
 
 ON_CPU = {"EQUIPOISE_ACCELERATOR": "cpu"}
 STEPS, EVERY = 12, 2
@@ -59,12 +60,23 @@ def die_at_touch(number: int, checkpoints: Path) -> None:
     sys.addaudithook(hook)
 
 
-def train(folder: Path, steps: int, touch: int | None = None, seconds: float | None = None, victim: int = 0) -> None:
-    """Trains, resuming. Dies at a touch of the checkpoints on rank `victim`, or after `seconds` on every rank."""
-    if seconds is not None:
-        timer = threading.Timer(seconds, die)
-        timer.daemon = True
+def die_after(seconds: float) -> None:
+    timer = threading.Timer(abs(seconds), die)
+    timer.daemon = True
+    begin = Trainer.restore if seconds < 0 else Trainer.run
+
+    def begins(trainer: Trainer, *arguments: Any) -> None:
         timer.start()
+        begin(trainer, *arguments)
+
+    setattr(Trainer, begin.__name__, begins)
+
+
+def train(folder: Path, steps: int, touch: int | None = None, seconds: float | None = None, victim: int = 0) -> None:
+    """Trains, resuming. Dies at a touch of the checkpoints on rank `victim`, or `seconds` after it has begun to train,
+    on every rank; if they are less than 0, that long after it has begun to resume."""
+    if seconds is not None:
+        die_after(seconds)
     if touch is not None and int(os.environ["RANK"]) == victim:
         die_at_touch(touch, folder / "checkpoints")
     run_training(run_config(steps, int(os.environ["WORLD_SIZE"])), folder, [], resume=True)
@@ -142,14 +154,14 @@ def test_a_run_killed_while_it_saves_has_the_losses_of_one_that_was_not(whole: P
 @pytest.mark.timeout(1800)
 def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
     """By time from the start, which hits any part of a run, and by touches of checkpoints, which hits the saves."""
-    steps, moments = 120, random.Random(3)
+    steps, moments = 60, random.Random(3)
     want = tmp_path / "whole"
     run_ranks(train, 2, want, steps, deadline_s=120, env=ON_CPU)
-    kills, run, newest = 0, 0, None
+    kills, killed_saving, run, newest = 0, 0, 0, None
     while kills < 50:
         folder = tmp_path / f"run{run}"
         touch = moments.randrange(1, 80) if moments.random() < 0.5 else None
-        seconds = moments.uniform(0, 6) if touch is None else None
+        seconds = moments.uniform(-0.5, 3) if touch is None else None
         outcomes = observe_ranks(
             train,
             2,
@@ -164,10 +176,12 @@ def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
         )
         if killed(outcomes):
             kills += 1
+            killed_saving += any((folder / "checkpoints").glob("step-*.tmp"))
             newest = assert_a_complete_one(folder, newest)
         else:
             assert_same_run(folder, want, steps)
             run, newest = run + 1, None
     run_ranks(train, 2, folder, steps, deadline_s=120, env=ON_CPU)
     assert_same_run(folder, want, steps)
-    print(f"{kills} kills over {run + 1} runs")
+    print(f"{kills} kills over {run + 1} runs, {killed_saving} of them with a save under way")
+    assert killed_saving >= 10

@@ -46,8 +46,12 @@ def test_a_run_starts_from_a_hugging_face_folder_and_saves_one(folder: Path) -> 
     trained = stored(folder / "run", 1)
     assert saved.keys() == start.keys()
     for key, value in saved.items():
+        if "e_score_correction_bias" in key:  # stays FP32 and moves by model.bias_update_speed
+            assert value.dtype == torch.float32
+            assert (value - start[key].float()).abs().max() <= 1.001e-3
+            continue
         # One step of AdamW is at most the learning rate, 1e-6, and decay; BF16 has three digits.
-        assert value.dtype == start[key].dtype, key
+        assert value.dtype == torch.bfloat16, key
         assert (value.float() - start[key].float()).abs().max() <= 1e-2 * start[key].abs().max(), key
     for expert in range(8):  # C37: each expert is itself, from two ranks with half of them each
         ours = trained["model.model.layers.2.mlp.experts.down_proj"][expert]
@@ -56,15 +60,3 @@ def test_a_run_starts_from_a_hugging_face_folder_and_saves_one(folder: Path) -> 
     config = json.loads((folder / "run" / "hf" / "config.json").read_text())
     assert config == json.loads((folder / "hf" / "config.json").read_text())
     assert (folder / "run" / "hf" / "tokenizer.json").exists()
-
-
-def test_settings_that_contradict_the_folder_are_refused(folder: Path) -> None:
-    output = train(folder, "other", "--model.kv_lora_rank", "17", nproc=1, exit_code=2)
-    assert "model.kv_lora_rank is 17, but hf has 16" in output
-    output = train(folder, "other", "--model.load_from", "nowhere", nproc=1, exit_code=2)
-    assert "model.load_from: nowhere/config.json is missing" in output
-    output = train(
-        folder, "other", "--model.load_from", "none", "--save_hf", "--model.n_shared_experts", "1", nproc=1, exit_code=2
-    )
-    assert "save_hf is set, but no Hugging Face family" in output
-    assert not (folder / "other").exists()

@@ -14,10 +14,10 @@ from equipoise.models.model import MoEForCausalLM
 from equipoise.serve.api import Api
 from equipoise.serve.clients.reference import ReferenceClient
 from equipoise.serve.engine import EngineConfig
+from equipoise.serve.http_server import Server, listen
 from equipoise.serve.loop import EngineLoop
 from equipoise.serve.ranks import Ranks
 from equipoise.serve.regions import hf_regions, weight_source
-from equipoise.serve.run import Server, listen
 from equipoise.serve.worker import Worker
 from unit.engine_rig import TOY
 

@@ -31,10 +31,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     """The command over the toy tree, in a folder of its own, with a loop that only notes its arguments."""
     calls = Calls()
 
-    def run_training(config: Any, out: Path, argv: list[str], resume: bool, typed: str) -> None:
-        calls.append(
-            {"config": config, "out": out, "argv": argv, "typed": typed, "resume": resume, "env": dict(os.environ)}
-        )
+    def run_training(
+        config: Any, out: Path, argv: list[str], resume: bool, typed: str, resume_step: int | None
+    ) -> None:
+        call = {"config": config, "out": out, "argv": argv, "typed": typed, "env": dict(os.environ)}
+        calls.append({**call, "resume": resume, "resume_step": resume_step})
         if calls.error:
             raise calls.error
 
@@ -152,6 +153,21 @@ def test_the_noted_command_repeats_the_run(calls: Calls) -> None:
     assert invoke(*calls[0]["argv"][1:]).exit_code == 0
     assert calls[1]["config"] == calls[0]["config"]
     assert calls[1]["out"] == calls[0]["out"]
+
+
+def test_a_step_to_resume_from_reaches_the_run_and_its_workers(calls: Calls) -> None:
+    assert invoke("train", "--train.steps", "3", "--out", "here", "--resume-step", "20").exit_code == 0
+    (call,) = calls
+    assert (call["resume"], call["resume_step"]) == (True, 20)
+    assert call["argv"][-3:] == ["--resume", "--resume-step", "20"]
+
+
+@pytest.mark.parametrize("more", [[], ["--out", "here", "--no-resume"]], ids=["no folder", "anew"])
+def test_a_step_to_resume_from_needs_a_run(calls: Calls, more: list[str]) -> None:
+    result = invoke("train", "--train.steps", "3", "--resume-step", "20", *more)
+    assert result.exit_code == 2
+    assert "--resume-step names a checkpoint of an earlier run" in result.output
+    assert calls == []
 
 
 def test_the_recipe_may_stand_anywhere(calls: Calls, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The documents are true: links lead somewhere, commands and recipes load, keys exist, quoted messages are raised."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -9,10 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
+from safetensors.torch import save_file
 from trace_rows import INFO, rows
 
 from equipoise import cli
+from equipoise.checkpoint.hf import HFMapping, hf_config
+from equipoise.models.config import ModelConfig
 from equipoise.observe.writer import TraceWriter
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config, parse_config, split_recipe
@@ -99,12 +104,23 @@ def toml_files(page: str) -> dict[str, str]:
 def shown_files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with the files that the page's commands take: its recipes, and the run folders it speaks of."""
     monkeypatch.chdir(tmp_path)
-    for name, text in toml_files(request.getfixturevalue("page")).items():
+    page = request.getfixturevalue("page")
+    for name, text in toml_files(page).items():
         Path(name).write_text(text)
     for run in ("first", "mine"):
         folder = tmp_path / "runs" / run
         folder.mkdir(parents=True)
         (folder / "config.toml").write_text(to_toml(load_config(TrainConfig, "demo")))
+    if "--model.load_from" in TEXTS.get(page, ""):
+        write_toy_model(tmp_path / "models" / "mine")
+
+
+def write_toy_model(folder: Path) -> None:
+    """A Hugging Face folder to start from."""
+    mapping = HFMapping(ModelConfig(hidden_size=8, intermediate_size=8, moe_intermediate_size=8))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(mapping)))
+    save_file({k: torch.zeros(p.shape) for k, (_, p) in mapping.sources.items()}, folder / "model.safetensors")
 
 
 def number_of(words: list[str], option: str) -> int:
@@ -209,7 +225,8 @@ def named_keys(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", TEXTS)
 def test_named_keys_exist(page: str) -> None:
     examples_of_mistakes = {"train.step"}
-    assert set(named_keys(TEXTS[page])) - set(SCHEMA.settings) - examples_of_mistakes == set()
+    known = {*SCHEMA.settings, *SCHEMA.sections} | examples_of_mistakes
+    assert set(named_keys(TEXTS[page])) - known == set()
 
 
 def test_keys_are_found_where_they_are_named() -> None:

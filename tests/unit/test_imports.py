@@ -24,7 +24,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("launch", "options"),
     ("exit_codes",),
     ("bench",),
-    ("doctor", "convert", "serve_command"),
+    ("doctor", "convert", "serve_command", "trace"),
     ("cli",),
     ("__main__",),
 ]

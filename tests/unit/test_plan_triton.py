@@ -84,6 +84,16 @@ def test_interpreted_kernel_gives_the_reference_plan(case: str, few_targets) -> 
 
 
 @needs_interpreter
+@pytest.mark.parametrize("case", ["one token", "slots for every master", "huge, all over", "copies cost, least quota"])
+def test_ranks_shared_out_among_lanes_give_the_reference_plan(case: str, few_targets, monkeypatch) -> None:
+    """The form for many ranks, here of few."""
+    monkeypatch.setattr("equipoise.kernels.plan.MAX_LANES", 0)
+    monkeypatch.setattr("equipoise.kernels.plan.MAX_OWN_SUMS", 0)
+    load_PE, chosen = CASES[case]
+    assert differing(DevicePlanner()(load_PE, 0, chosen), reference(load_PE, 0, chosen)) == []
+
+
+@needs_interpreter
 def test_workspace_is_left_as_it_was_found(few_targets) -> None:
     load_PE, chosen = skewed(3, 6, 13), PlannerSettings(1, 0.0)
     rules_V4, steps_K = device_planner.rule_tables(CPU)

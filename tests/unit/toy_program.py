@@ -15,12 +15,15 @@ from equipoise.errors import EquipoiseError
 from equipoise.train.stop import StopSignals
 
 
-def run_training(config: toy_config.ToyConfig, out_dir: Path, argv: list[str], resume: bool, typed: str) -> None:
+def run_training(
+    config: toy_config.ToyConfig, out_dir: Path, argv: list[str], resume: bool, typed: str, resume_step: int | None
+) -> None:
     """Leave a trace of this rank in the run folder, then behave as `train.behaviour` says."""
     rank, behaviour = int(os.environ["RANK"]), config.train.behaviour
     seen = {name: os.environ.get(name, "") for name in sorted(NAMES)} | {
         "argv": " ".join(argv),
         "resume": str(resume),
+        "resume_step": str(resume_step),
         "typed": typed,
         "steps": str(config.train.steps),
     }

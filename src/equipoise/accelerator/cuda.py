@@ -104,7 +104,7 @@ class CUDAAccelerator(TorchAccelerator):
                 bool(waits),
             )
             data = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device))
-            return data.set_(storage, int(handle["start"]), (int(handle["num_bytes"]),))
+            return data.set_(storage, int(handle["start"]), (int(handle["num_bytes"]),), (1,))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"the memory handle cannot be opened ({str(error).splitlines()[0]}): are both processes on one "

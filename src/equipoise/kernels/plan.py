@@ -11,10 +11,12 @@ from equipoise.kernels.triton_support import triton_problem
 MAX_RANKS, MAX_EXPERTS, MAX_SLOTS = 256, 1024, 2**12
 """What one warp holds in registers: ranks, experts, and slots of all ranks."""
 
-FINISHER_LOCALS = 4
+FINISHER_LOCALS = 8
 """Physical experts of one program that writes the plan, a power of 2."""
-OFFER_PERIOD = 8
+OFFER_PERIOD = 1
 """Moves after which a candidate looks at the best offer."""
+MAX_LANES = 32
+"""Ranks that are laid over a warp's lanes; of more, the lanes share each out among its experts."""
 MAX_OWN_SUMS = 1024
 """Largest load matrix that every candidate adds up by itself."""
 
@@ -108,6 +110,7 @@ def plan(
         OWN_SUMS=own_sums,
         HAS_COPY_TIME=copy_tokens > 0,
         OFFER_PERIOD=OFFER_PERIOD,
+        LANES=rank_pad <= MAX_LANES,
         P_PAD=rank_pad,
         M_PAD=masters_pad,
         LOCALS=FINISHER_LOCALS,

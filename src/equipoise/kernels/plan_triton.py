@@ -9,9 +9,9 @@ first and wait for nobody higher, hence no deadlock (and Triton's interpreter, w
     finishers   several per rank: read the winner's log and write quotas and sends, or receives, of a few of that rank's
                 physical experts; a warp takes long over many
 
-Ranks lie along the lanes and all experts of a rank in one lane, so a choice is a reduction of int32 values over one
-warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index share one
-integer and one reduction; otherwise (IS_WIDE) the same code takes two.
+Where LANES, ranks lie along the lanes and all experts of a rank in one lane. A choice is a reduction of int32 values
+over one warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index
+share one integer and one reduction; otherwise (IS_WIDE) the same code takes two.
 
 Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals (of a finisher: LOCALS), S moves at most.
 """
@@ -123,6 +123,7 @@ def _run_candidate(
     DOMAIN: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
     OFFER_PERIOD: tl.constexpr,
+    LANES: tl.constexpr,
     RANK_BITS: tl.constexpr,
     SLOT_BITS: tl.constexpr,
     MASTER_BITS: tl.constexpr,
@@ -144,7 +145,8 @@ def _run_candidate(
     if target64 + copy_tokens < ceiling:
         target = target64.to(tl.int32)
         room_1P = tl.where(is_rank_1P, target - load_1P, 0)
-        free_1P = tl.where(is_rank_1P, R, 0)
+        # Made from the loads (whose sign is 0) so that the compiler lays them over the lanes alike.
+        free_1P = tl.where(is_rank_1P, R + (load_1P >> 31), 0)
         sent_1P = tl.zeros_like(rank_1P)
         code_1P = LAST_RANK - rank_1P
         master_M1 = tl.arange(0, home_MP.shape[0])[:, None]
@@ -167,7 +169,10 @@ def _run_candidate(
             live = live & (worst != -CAP - 1)
             giver = tl.where(pair, giver, LAST_RANK - code)
             excess = tl.where(pair, excess, worst * sign)
-            size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
+            if LANES:
+                size_M1 = tl.gather(home_MP, tl.zeros_like(master_M1) + giver, 1)  # a shuffle
+            else:
+                size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
             want = tl.maximum(excess, min_tokens)
 
             open_1P = tl.where(free_1P > 0, tl.maximum(room_1P, 0), 0)
@@ -279,6 +284,7 @@ def plan_kernel(
     OWN_SUMS: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
     OFFER_PERIOD: tl.constexpr,
+    LANES: tl.constexpr,
     P_PAD: tl.constexpr,
     M_PAD: tl.constexpr,
     LOCALS: tl.constexpr,
@@ -317,9 +323,11 @@ def plan_kernel(
         fill = tl.load(rules_ptr + variant * 4 + 3)
         step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
         rank_1P = tl.arange(0, P_PAD)[None, :]
-        # Adding a 0 that the compiler does not know hides that masters are neighbours in memory: it would spread them
-        # over the lanes, and the ranks over few.
-        master_M1 = tl.arange(0, M_PAD)[:, None] ^ (num_targets >> 30)
+        master_M1 = tl.arange(0, M_PAD)[:, None]
+        if LANES:
+            # A 0 that the compiler does not know hides that masters are neighbours in memory, over which it would lay
+            # the lanes.
+            master_M1 = master_M1 ^ (num_targets >> 30)
         expert_MP = rank_1P * M + master_M1
         is_expert_MP = (rank_1P < P) & (master_M1 < M)
         if OWN_SUMS:
@@ -351,13 +359,13 @@ def plan_kernel(
                 _run_candidate(
                     best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
                     sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    OFFER_PERIOD, RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
+                    OFFER_PERIOD, LANES, RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
                 )  # fmt: skip
             else:
                 _run_candidate(
                     best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
                     sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    OFFER_PERIOD, RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
+                    OFFER_PERIOD, LANES, RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
                 )  # fmt: skip
         tl.debug_barrier()
         tl.atomic_add(workspace_ptr + ARRIVED, 1, sem="release")

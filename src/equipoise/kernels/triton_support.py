@@ -49,5 +49,5 @@ def use_triton(device: torch.device) -> bool:
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler where nothing is compiled: Dynamo
 # asks once instead of tracing into import machinery and drivers.
-for _function in (triton_problem, use_triton):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+triton_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+use_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]

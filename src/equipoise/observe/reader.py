@@ -204,10 +204,10 @@ def open_trace(path: str | Path) -> Trace:
 def _scan(path: Path, known: dict[Path, TraceFile]) -> list[TraceFile]:
     """Complete files in order of table, step, name; all of the same sizes."""
     paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-    files = []
-    for file in paths:
+    files: list[TraceFile] = []
+    for candidate in paths:
         try:
-            files.append(known.get(file) or _inspect(file))
+            files.append(known.get(candidate) or _inspect(candidate))
         except FileNotFoundError:  # a resumed run has cut it off meanwhile
             continue
     for file in files:
@@ -261,12 +261,12 @@ def _read_file(
     """Some columns of a file: of the row groups that can hold the steps."""
     try:
         with pq.ParquetFile(file.path) as parquet:
-            groups = range(parquet.num_row_groups)
+            groups = list(range(parquet.num_row_groups))
             if steps is not None:
                 place = parquet.schema_arrow.names.index("step")
                 bounds = [parquet.metadata.row_group(i).column(place).statistics for i in groups]
                 groups = [i for i in groups if bounds[i].min <= steps[1] and bounds[i].max >= steps[0]]
-            return parquet.read_row_groups(list(groups), columns=list(columns)).replace_schema_metadata(None)
+            return parquet.read_row_groups(groups, columns=list(columns)).replace_schema_metadata(None)
     except (pa.ArrowException, OSError) as error:
         raise TraceError(f"{file.path} cannot be read: {str(error).splitlines()[0]}") from error
 

@@ -11,17 +11,12 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from equipoise.config import Config
-from equipoise.errors import ConfigError, EquipoiseError, WeightUpdateError
+from equipoise.errors import ConfigError, WeightUpdateError
 from equipoise.serve.engine import check_prompt
 from equipoise.serve.loop import EngineLoop, PauseMode, Unavailable
 from equipoise.serve.ranks import RanksError, Refused
@@ -30,7 +25,6 @@ from equipoise.serve.worker import TAGS
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY = 256 * 2**20
 RETRY_AFTER_S = "1"
 PICKLED = (
     "serialized_named_tensors holds pickled data, which this engine never unpickles: send `handles`, plain JSON, "
@@ -143,6 +137,22 @@ class Check(Config):
     action: Literal["snapshot", "reset_tensors", "compare", "checksum"]
 
 
+class RouteSpec(NamedTuple):
+    """One route: its body, what it does, whether it needs the admin token."""
+
+    body: type[Config]
+    act: Handler
+    admin: bool = False
+
+
+class Reply(NamedTuple):
+    """An answer: HTTP status, JSON body, headers."""
+
+    status: int
+    body: Any
+    headers: dict[str, str] | None = None
+
+
 class Api:
     """Handlers over one loop. `model_path` is what info routes show; `tokenizer` has `encode` and `decode`."""
 
@@ -154,69 +164,68 @@ class Api:
         self.model = loop.worker.model.config
         self.config = loop.worker.engine.config
 
-    def app(self) -> Starlette:
-        """The ASGI application."""
-        routes = [
-            self._route("/health", "GET", Empty, self.health),
-            self._route("/health_generate", "GET", Empty, self.health_generate),
-            self._route("/generate", "POST", GenerateRequest, self.generate),
-            *(self._route(path, "GET", Empty, self.model_info) for path in ("/model_info", "/get_model_info")),
-            *(self._route(path, "GET", Empty, self.server_info) for path in ("/server_info", "/get_server_info")),
-            self._route("/get_weight_version", "GET", Empty, self.weight_version),
-            self._route("/v1/loads", "GET", Empty, self.loads),
-            *(self._route("/flush_cache", method, Empty, self.flush_cache, admin=True) for method in ("GET", "POST")),
-            self._route("/get_weights_info", "GET", Empty, self.weights_info, admin=True),
-        ]
-        admin: list[tuple[str, type[Config], Handler]] = [
-            ("pause_generation", Pause, self.pause),
-            ("continue_generation", Empty, self.resume),
-            ("abort_request", AbortRequest, self.abort),
-            ("init_weights_update_group", InitGroup, self.init_group),
-            ("destroy_weights_update_group", DestroyGroup, self.destroy_group),
-            ("begin_weight_update", Begin, self.begin),
-            ("update_weights_from_distributed", FromDistributed, self.from_distributed),
-            ("update_weights_from_tensor", FromTensor, self.from_tensor),
-            ("commit_weight_update", Commit, self.commit),
-            ("abandon_weight_update", Abandon, self.abandon),
-            ("update_weights_from_disk", FromDisk, self.from_disk),
-            ("release_memory_occupation", Tags, self.release),
-            ("resume_memory_occupation", Tags, self.take_back),
-            ("update_weight_version", Version, self.set_version),
-            ("weights_checker", Check, self.check),
-        ]
-        routes += [self._route(f"/{path}", "POST", body, act, admin=True) for path, body, act in admin]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _crash})
+    @property
+    def routes(self) -> dict[tuple[str, str], "RouteSpec"]:
+        """What is answered, by method and path."""
+        get = {
+            "health": RouteSpec(Empty, self.health),
+            "health_generate": RouteSpec(Empty, self.health_generate),
+            "model_info": RouteSpec(Empty, self.model_info),
+            "get_model_info": RouteSpec(Empty, self.model_info),
+            "server_info": RouteSpec(Empty, self.server_info),
+            "get_server_info": RouteSpec(Empty, self.server_info),
+            "get_weight_version": RouteSpec(Empty, self.weight_version),
+            "v1/loads": RouteSpec(Empty, self.loads),
+            "flush_cache": RouteSpec(Empty, self.flush_cache, True),
+            "get_weights_info": RouteSpec(Empty, self.weights_info, True),
+        }
+        post = {
+            "generate": RouteSpec(GenerateRequest, self.generate),
+            "flush_cache": RouteSpec(Empty, self.flush_cache, True),
+            "pause_generation": RouteSpec(Pause, self.pause, True),
+            "continue_generation": RouteSpec(Empty, self.resume, True),
+            "abort_request": RouteSpec(AbortRequest, self.abort, True),
+            "init_weights_update_group": RouteSpec(InitGroup, self.init_group, True),
+            "destroy_weights_update_group": RouteSpec(DestroyGroup, self.destroy_group, True),
+            "begin_weight_update": RouteSpec(Begin, self.begin, True),
+            "update_weights_from_distributed": RouteSpec(FromDistributed, self.from_distributed, True),
+            "update_weights_from_tensor": RouteSpec(FromTensor, self.from_tensor, True),
+            "commit_weight_update": RouteSpec(Commit, self.commit, True),
+            "abandon_weight_update": RouteSpec(Abandon, self.abandon, True),
+            "update_weights_from_disk": RouteSpec(FromDisk, self.from_disk, True),
+            "release_memory_occupation": RouteSpec(Tags, self.release, True),
+            "resume_memory_occupation": RouteSpec(Tags, self.take_back, True),
+            "update_weight_version": RouteSpec(Version, self.set_version, True),
+            "weights_checker": RouteSpec(Check, self.check, True),
+        }
+        both = {("GET", f"/{path}"): spec for path, spec in get.items()}
+        return both | {("POST", f"/{path}"): spec for path, spec in post.items()}
 
-    def _route(self, path: str, method: str, body: type[Config], act: Handler, *, admin: bool = False) -> Route:
-        adapter = TypeAdapter(body)
+    async def answer(self, spec: "RouteSpec", authorization: str, body: bytes) -> "Reply":
+        """Never raises: every error is a reply."""
+        try:
+            if spec.admin:
+                self._check_token(authorization)
+            value = _parse(body)
+            if "serialized_named_tensors" in value:
+                raise _Malformed(PICKLED)
+            return Reply(200, await spec.act(spec.body.model_validate(value)))
+        except _Denied as error:
+            return _error(401, str(error), {"WWW-Authenticate": "Bearer"})
+        except ValidationError as error:
+            return _error(400, _describe(error))
+        except (_Malformed, ConfigError) as error:
+            return _error(400, str(error))
+        except Unavailable as error:
+            return _error(503, str(error), {"Retry-After": RETRY_AFTER_S})
+        except (Refused, RanksError, WeightUpdateError) as error:
+            return _error(409, str(error))
+        except Exception as error:
+            logger.exception("a request has failed")
+            return _error(500, f"internal error: {type(error).__name__}")
 
-        async def handle(request: Request) -> Response:
-            try:
-                if admin:
-                    self._check_token(request)
-                value = await _body(request) if method == "POST" else {}
-                if "serialized_named_tensors" in value:
-                    raise _Malformed(PICKLED)
-                answer = await act(adapter.validate_python(value))
-                return answer if isinstance(answer, Response) else JSONResponse(answer)
-            except _Denied as error:
-                return _error(401, str(error), headers={"WWW-Authenticate": "Bearer"})
-            except ValidationError as error:
-                return _error(400, _describe(error))
-            except (_Malformed, ConfigError) as error:
-                return _error(400, str(error))
-            except Unavailable as error:
-                return _error(503, str(error), headers={"Retry-After": RETRY_AFTER_S})
-            except (Refused, RanksError, WeightUpdateError) as error:
-                return _error(409, str(error))
-            except ClientDisconnect:
-                return _error(400, "the client went away")
-
-        return Route(path, handle, methods=[method], name=f"{method} {path}")
-
-    def _check_token(self, request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.admin_token}".encode()):
+    def _check_token(self, authorization: str) -> None:
+        if not hmac.compare_digest(authorization.encode(), f"Bearer {self.admin_token}".encode()):
             raise _Denied("this route needs the admin token: Authorization: Bearer <token>")
 
     async def _call(self, act: Callable[[], Any]) -> Any:
@@ -292,7 +301,7 @@ class Api:
     def _prompt(self, body: GenerateRequest) -> Prompt:
         params, ids = body.sampling_params, body.input_ids
         if ids is None:
-            ids = self._tokenizer("text").encode(body.text)
+            ids = self._tokenizer("text").encode(body.text).tolist()
         if not ids:
             raise ConfigError("the prompt is empty: give at least one token")
         context = self.config.context_length
@@ -446,14 +455,7 @@ class _Denied(Exception):  # noqa: N818
     """Answered with 401."""
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    size, parts = 0, []
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise _Malformed(f"the body is larger than {MAX_BODY} bytes")
-        parts.append(part)
-    data = b"".join(parts)
+def _parse(data: bytes) -> dict[str, Any]:
     if not data.strip():
         return {}
     try:
@@ -482,15 +484,6 @@ def _ok(message: str) -> dict[str, Any]:
     return {"success": True, "message": message}
 
 
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Reply:
     """Both where SGLang's clients look (`message`) and where OpenAI's do (`error.message`)."""
-    return JSONResponse({"success": False, "message": message, "error": {"message": message}}, status, headers)
-
-
-async def _http_error(request: Request, error: Any) -> Response:
-    return _error(error.status_code, str(error.detail))
-
-
-async def _crash(request: Request, error: Exception) -> Response:
-    logger.error("%s failed", request.url.path, exc_info=error)
-    return _error(500, f"{type(error).__name__}: {error}" if isinstance(error, EquipoiseError) else "internal error")
+    return Reply(status, {"success": False, "message": message, "error": {"message": message}}, headers)

@@ -82,7 +82,8 @@ class Engine:
 
     def abort(self, rids: set[str] | None = None) -> list[Finished]:
         """Ends requests (None: all) where they are, with what they have."""
-        gone, kept = [], []
+        gone: list[Sequence] = []
+        kept: list[Sequence] = []
         for sequence in (*self._running, *self._waiting):
             (gone if rids is None or sequence.prompt.rid in rids else kept).append(sequence)
         for sequence in gone:
@@ -127,8 +128,8 @@ class Engine:
         rows = routes_LTK.transpose(0, 1).to(getattr(torch, self._routes_dtype.name)).cpu().numpy()
         first = 0
         for sequence, span in zip(batch, spans):
-            sequence.record_routes(span.start, rows[first : first + span.count])
-            first += span.count
+            sequence.record_routes(span.start, rows[first : first + span.length])
+            first += span.length
         self._prompt_logprobs(batch, spans, hidden_TD)
         self._draw(batch, spans, hidden_TD)
         done = [s for s in batch if s.finish is not None]
@@ -165,11 +166,11 @@ class Engine:
                 same = most if (a == b).all() else int((a != b).argmax())
                 if same > best[1]:
                     best = (holder, same)
-        holder, count = best
-        if holder is None:
+        source, count = best
+        if source is None:
             return None, 0
-        sequence.record_routes(0, holder.routed(count))
-        return holder.slot, count
+        sequence.record_routes(0, source.routed(count))
+        return source.slot, count
 
     def _plan(self) -> tuple[list[Sequence], list[Span]]:
         """Which tokens this step computes: generating sequences first, then prompts, up to the limit."""
@@ -185,17 +186,22 @@ class Engine:
         return batch, spans
 
     def _forward(self, batch: list[Sequence], spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states behind the last norm, and the experts of each token."""
+        """Hidden states behind the last norm, and the experts of each token.
+
+        Without any token a padding token takes part in the collectives; no expert sees it.
+        """
         decoder, config = self.model.model, self.model.config
-        ids = [id_ for s, span in zip(batch, spans) for id_ in s.ids[span.start : span.start + span.count]]
-        positions = [p for span in spans for p in range(span.start, span.start + span.count)]
+        ids = [id_ for s, span in zip(batch, spans) for id_ in s.ids[span.start : span.start + span.length]]
+        positions = [p for span in spans for p in range(span.start, span.start + span.length)]
+        valid_1T = None if ids else torch.zeros(1, 1, dtype=torch.bool, device=self.device)
+        ids, positions = ids or [0], positions or [0]
         ids_1T = torch.tensor([ids], dtype=torch.int64, device=self.device)
         positions_1T = torch.tensor([positions], dtype=torch.int64, device=self.device)
         x_1TD = decoder.embed_tokens(ids_1T)
         rotary = rotary_tables(positions_1T, config.head_dim, config.rope_theta, x_1TD.dtype, config.rope_scaling)
         routes = []
         for layer, attention in zip(decoder.layers[: config.num_hidden_layers], self.cache.step(spans)):
-            x_1TD, routing = layer(x_1TD, rotary, attention, None)
+            x_1TD, routing = layer(x_1TD, rotary, attention, valid_1T)
             if routing is not None:
                 routes.append(routing.ids_TK)
         empty = torch.empty(0, len(ids), config.num_experts_per_tok, dtype=torch.int32, device=self.device)
@@ -208,11 +214,11 @@ class Engine:
         for sequence, span in zip(batch, spans):
             prompt = sequence.prompt
             if prompt.logprobs and prompt.logprob_start < len(prompt.ids):
-                for position in range(span.start + 1, span.start + span.count + 1):
+                for position in range(span.start + 1, span.start + span.length + 1):
                     if max(1, prompt.logprob_start) <= position < len(prompt.ids):
                         rows.append(first + position - 1 - span.start)
                         wanted.append((sequence, position))
-            first += span.count
+            first += span.length
         limit = self.config.logits_rows
         for begin in range(0, len(rows), limit):
             some = wanted[begin : begin + limit]
@@ -227,7 +233,7 @@ class Engine:
         """The next token of each sequence whose tokens have all been computed."""
         rows, ready, first = [], [], 0
         for sequence, span in zip(batch, spans):
-            first += span.count
+            first += span.length
             if sequence.computed == len(sequence.ids):
                 if sequence.prompt.max_new_tokens == 0:
                     sequence.finish = {"type": "length", "length": 0}

@@ -5,7 +5,7 @@ step, R decoding rows (spans of one token).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,11 @@ from equipoise.models.config import ModelConfig
 
 
 class Span(NamedTuple):
-    """New tokens of one sequence in a step: `count` of them, at positions `start`, ... of slot `slot`."""
+    """New tokens of one sequence in a step: `length` of them, at positions `start`, ... of slot `slot`."""
 
     slot: int
     start: int
-    count: int
+    length: int
 
 
 class KVCache:
@@ -75,8 +75,8 @@ class _Rows:
         decoding: list[tuple[int, Span]] = []
         first = 0
         for span in spans:
-            (decoding if span.count == 1 else self.chunks).append((first, span))
-            first += span.count
+            (decoding if span.length == 1 else self.chunks).append((first, span))
+            first += span.length
         self.num_tokens = first
         self.rows_R = torch.tensor([row for row, _ in decoding], dtype=torch.int64, device=device)
         self.slots_R = torch.tensor([span.slot for _, span in decoding], dtype=torch.int64, device=device)
@@ -96,8 +96,8 @@ class StepAttention(CachedAttention):
         self, q_BNSH: torch.Tensor, k_BGSH: torch.Tensor, v_BGSH: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
         """B is 1: the step's tokens, S of them, belong to several sequences."""
-        rows, out = self.rows, q_BNSH.new_empty(*q_BNSH.shape[:3], v_BGSH.shape[-1])
-        options = {"scale": scale, "enable_gqa": q_BNSH.shape[1] != k_BGSH.shape[1]}
+        rows, out = self.rows, q_BNSH.new_zeros(*q_BNSH.shape[:3], v_BGSH.shape[-1])
+        options: Any = {"scale": scale, "enable_gqa": q_BNSH.shape[1] != k_BGSH.shape[1]}
         if rows.longest:
             q_RN1H, k_RGH, v_RGH = (x[0].transpose(0, 1)[rows.rows_R] for x in (q_BNSH, k_BGSH, v_BGSH))
             self.keys[rows.slots_R, :, rows.positions_R] = k_RGH

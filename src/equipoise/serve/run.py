@@ -1,19 +1,16 @@
 """An engine process: joins its world, loads the model, serves until it is told to stop."""
 
-import asyncio
 import contextlib
 import logging
 import os
 import secrets
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import torch
-import uvicorn
 from pydantic import Field
 
 from equipoise.accelerator import Accelerator, get_accelerator
@@ -26,6 +23,7 @@ from equipoise.models.config import ModelConfig
 from equipoise.serve.api import Api
 from equipoise.serve.disk import eos_ids_of
 from equipoise.serve.engine import EngineConfig
+from equipoise.serve.http_server import Server, listen
 from equipoise.serve.loop import EngineLoop
 from equipoise.serve.ranks import Ranks
 from equipoise.serve.worker import Worker
@@ -167,57 +165,3 @@ def _lead(config: ServeConfig, ranks: Ranks, worker: Worker, eos_ids: list[int],
     finally:
         if made is not None:
             made.unlink(missing_ok=True)
-
-
-def _uvicorn(api: Api) -> uvicorn.Config:
-    return uvicorn.Config(
-        api.app(),
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=5,
-        lifespan="off",
-    )
-
-
-@contextlib.contextmanager
-def listen(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening socket. Raises ConfigError when the address is taken or is none of this machine's."""
-    sock = None
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(128)
-    except OSError as error:
-        if sock is not None:
-            sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
-    try:
-        yield sock
-    finally:
-        sock.close()
-
-
-class Server:
-    """HTTP in a thread of this process, for the time of the block. Starts and ends the loop."""
-
-    def __init__(self, loop: EngineLoop, api: Api, sock: socket.socket) -> None:
-        self.loop = loop
-        self._sock = sock
-        self._server = uvicorn.Server(_uvicorn(api))
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
-
-    def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._sock]))
-
-    def __enter__(self) -> Self:
-        self.loop.start()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self.loop.close()
-        self._thread.join(10)

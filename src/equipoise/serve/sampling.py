@@ -5,6 +5,7 @@ Shapes: B requests, V vocabulary.
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def draw(log_probs_BV: torch.Tensor, prompts: Sequence[Prompt], positions: Seque
     if all(p.temperature == 0 for p in prompts):
         return best_B
     probs_BV, order_BV = log_probs_BV.double().exp().sort(dim=-1, descending=True, stable=True)
-    column = {"device": probs_BV.device, "dtype": torch.float64}
+    column: Any = {"device": probs_BV.device, "dtype": torch.float64}
     top_p_B1 = torch.tensor([p.top_p for p in prompts], **column)[:, None]
     top_k_B1 = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in prompts], **column)[:, None]
     before_BV = probs_BV.cumsum(-1) - probs_BV

@@ -134,18 +134,19 @@ def trace_loads(trace: Trace, num_ranks: int, steps: tuple[int, int] | None = No
 
 def _recorded(trace: Trace, steps: tuple[int, int] | None) -> Iterator[LoadBlock]:
     """The matrices as they are, one block for each step, microbatch and EP group."""
-    key, layers, loads = None, [], []
-    found = False
+    key: tuple[int, int, int] | None = None
+    layers: list[int] = []
+    loads: list[np.ndarray] = []
     for row in trace.loads(steps):
-        found = True
         this = (row.step, row.microbatch, row.group)
         if key is not None and this != key:
             yield LoadBlock(key[0], key[1], np.array(layers), np.stack(loads))
             layers, loads = [], []
         key = this
         layers.append(row.layer)
+        assert row.load_PE is not None
         loads.append(row.load_PE)
-    if not found or key is None:
+    if key is None:
         raise TraceError(
             f"{trace.directory}: no load matrices were recorded{_range(steps)}; set trace.matrices_every in the run"
         )

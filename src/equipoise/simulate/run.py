@@ -241,12 +241,14 @@ def _imbalance(load_NP: np.ndarray) -> np.ndarray:
 def _copies(slots_NS: np.ndarray, num_ranks: int, num_slots: int, num_masters: int) -> np.ndarray:
     """[N, P, 2]: replicas that each rank sends and receives."""
     N = len(slots_NS)
-    copies = np.zeros((N, num_ranks, 2), np.int64)
-    if num_slots:
-        load, slot = np.nonzero(slots_NS >= 0)
-        np.add.at(copies, (load, slots_NS[load, slot] // num_masters, 0), 1)
-        np.add.at(copies, (load, slot // num_slots, 1), 1)
-    return copies
+    if not num_slots:
+        return np.zeros((N, num_ranks, 2), np.int64)
+    load, slot = np.nonzero(slots_NS >= 0)
+    counted = [
+        np.bincount(load * num_ranks + rank, minlength=N * num_ranks).reshape(N, num_ranks)
+        for rank in (slots_NS[load, slot] // num_masters, slot // num_slots)
+    ]
+    return np.stack(counted, 2)
 
 
 def _traffic(

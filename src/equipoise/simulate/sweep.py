@@ -44,7 +44,7 @@ def run_sweep(
         say(f"{ranks} ranks: {len(tries)} settings")
         planned = [(planner, sweep.settings(hardware, expert, slots, tol)) for planner, slots, tol in tries]
         frames = simulate_all(loads_of(ranks), planned, hardware=hardware, expert=expert)
-        found = [
+        found: list[dict[str, Any]] = [
             {"ranks": ranks, "planner": planner, "slots": slots, "tolerance": tolerance}
             | summarize(frame, hardware, expert, slots)
             for (planner, slots, tolerance), frame in zip(tries, frames)

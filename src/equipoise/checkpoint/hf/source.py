@@ -19,6 +19,7 @@ from equipoise.checkpoint import layout
 from equipoise.checkpoint.hf.folder import HFFolder, beside, original_config
 from equipoise.checkpoint.hf.fp8 import BLOCK, FP8, SCALE_SUFFIX, dequantize
 from equipoise.checkpoint.hf.mapping import Piece
+from equipoise.checkpoint.manifest import MANIFEST, incomplete_reason
 from equipoise.checkpoint.tensors import MODEL, Stored
 from equipoise.errors import CheckpointError
 from equipoise.models.config import ModelConfig
@@ -171,7 +172,7 @@ class TrainingSource:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        reason = layout.incomplete_reason(self.path)
+        reason = incomplete_reason(self.path)
         if reason is not None:
             raise CheckpointError(f"cannot read checkpoint {self.path}: {reason}.")
         saved = json.loads((self.path / layout.TRAIN_STATE).read_text())
@@ -241,7 +242,7 @@ def open_source(path: Path) -> Source:
         CheckpointError: there is nothing that can be read, or it is not whole.
     """
     path = Path(path)
-    if (path / layout.TRAIN_STATE).exists() or (path / layout.MANIFEST).exists():
+    if (path / layout.TRAIN_STATE).exists() or (path / MANIFEST).exists():
         return TrainingSource(path)
     if (path / "config.json").exists():
         return FolderSource(path)

@@ -9,6 +9,7 @@ Every engine rank gets what it needs from one trainer rank. Where experts live o
 trainer rank offers only its own experts, and ranks whose buckets are fewer offer empty ones, so that all stay in step.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class ColocatedUpdate(WeightUpdate):
 
     @property
     def extra_bytes(self) -> int:
-        return 0 if self._room is None else self._room.numel() + (self._data.num_bytes if self._is_staged else 0)
+        staged = 0 if self._data is None or not self._is_staged else self._data.num_bytes
+        return 0 if self._room is None else self._room.numel() + staged
 
     @property
     def _is_staged(self) -> bool:
@@ -142,7 +144,7 @@ class ColocatedUpdate(WeightUpdate):
 
         try:
             for number in range(num_shared):
-                self._together(lambda n=number: wait_for(n + 1 - NUM_SLOTS))
+                self._together(functools.partial(wait_for, number + 1 - NUM_SLOTS))
                 step(number)
             self._together(rest)
         finally:

@@ -4,6 +4,7 @@ Every trainer rank that owns buckets has a group of its own, so several send at 
 thread of its own: no order of senders can make two of them wait for each other.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,12 @@ class DistributedUpdate(WeightUpdate):
         ones. Collective."""
         names = [self._group_name(rank) for rank in self._senders]
         self._release()
-        self._on_rank_0(lambda client: [client.leave_group(name) for name in names])
+
+        def leave(client: EngineClient) -> None:
+            for name in names:
+                client.leave_group(name)
+
+        self._on_rank_0(leave)
 
     def _group_name(self, sender: int) -> str:
         return f"{self.name}-{sender}"
@@ -155,7 +161,7 @@ class DistributedUpdate(WeightUpdate):
                 self._finish_calls(calls)
 
         for number, index in enumerate(collective):
-            self._together(lambda n=number: free(n % NUM_SLOTS))
+            self._together(functools.partial(free, number % NUM_SLOTS))
             send(index, number % NUM_SLOTS)
         self._together(rest)
         return sums

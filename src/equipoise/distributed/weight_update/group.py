@@ -121,7 +121,7 @@ def _transport(
     if transport == "gloo":
         return types.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[arg-type]
     if transport == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
+        options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout, options.group_name = timeout, name
         return types.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
     plugin = dist.Backend._plugins[transport.upper()]

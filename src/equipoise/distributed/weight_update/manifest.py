@@ -50,11 +50,11 @@ def spec_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpe
 
 
 class Piece(NamedTuple):
-    """Rows [row, row + count) of the tensor `name`, at byte `offset` of its bucket."""
+    """Rows [row, row + num_rows) of the tensor `name`, at byte `offset` of its bucket."""
 
     name: str
     row: int
-    count: int
+    num_rows: int
     offset: int
 
 

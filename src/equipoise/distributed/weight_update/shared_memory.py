@@ -73,7 +73,8 @@ class Reader:
 
     def read(self, out: torch.Tensor, offset: int = 0) -> None:
         """Fills `out` (uint8, on the CPU) from byte `offset`. Raises WeightUpdateError when there is less."""
-        view, done = memoryview(out.numpy()), 0
+        data: Any = out.numpy()
+        view, done = memoryview(data), 0
         while done < len(view):
             count = os.preadv(self._file, [view[done : done + (1 << 30)]], offset + done)
             if count == 0:

@@ -1,0 +1,1 @@
+"""`equipoise trace`: the expert load of any MoE model of transformers, and what balancing would gain."""
