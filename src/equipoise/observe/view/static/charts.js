@@ -21,10 +21,13 @@ function axis(title, more = {}) {
     ...more };
 }
 
+// In a narrow window a legend takes a line for each series.
+function legendHeight() { return window.innerWidth < 700 ? 92 : 30; }
+
 // Margins are given, since plotly would draw everything twice to find them.
 function layout(x, y, more = {}, margin = {}) {
   return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { l: 62, r: 14, t: more.showlegend ? 30 : 8, b: 46, autoexpand: false, ...margin },
+    margin: { l: 62, r: 14, t: more.showlegend ? legendHeight() : 8, b: 46, autoexpand: false, ...margin },
     font: { family: "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif", size: 12, color: Theme.color("text") },
     xaxis: x, yaxis: y, uirevision: "kept", hovermode: "closest", showlegend: false,
     legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom" },
@@ -93,7 +96,7 @@ function stack(pieces, numRanks, mastersPerRank, top, axes) {
     textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none",
     textfont: { size: 10, color: "#fff" }, width: 0.82,
     marker: { color: columns.color, line: { color: Theme.color("card"), width: 0.6 },
-      pattern: { shape: columns.pattern, fillmode: "overlay", fgcolor: Theme.color("card"), fgopacity: 0.55, size: 7, solidity: 0.22 } },
+      pattern: { shape: columns.pattern, bgcolor: columns.color, fgcolor: Theme.color("card"), fgopacity: 0.55, size: 7, solidity: 0.22 } },
     hovertemplate: "expert %{customdata[0]} (%{customdata[2]}, home rank %{customdata[1]})<br>rank %{x}: %{y:,} rows<extra></extra>" };
 }
 
