@@ -97,10 +97,7 @@ class Looker:
         self.page = page
         self.errors: list[str] = []
         self.requested: list[str] = []
-        page.on(
-            "console",
-            lambda message: self.errors.append(message.text) if message.type in ("error", "warning") else None,
-        )
+        page.on("console", lambda message: self.errors.append(message.text))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self.requested.append(request.url))
 

@@ -111,6 +111,14 @@ def test_drill_down_shows_loads_replicas_and_traffic_of_the_trace(look: Looker, 
         assert series["customdata"] == pytest.approx(values[step - 1], rel=1e-4)
 
 
+def test_a_narrow_window_has_everything_in_one_column(look: Looker, address: str) -> None:
+    look.page.set_viewport_size({"width": 420, "height": 800})
+    look.open(f"{address}#view=layer&run=0&layer=5&step=80")
+    assert look.page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
+    left = {look.page.locator(f"#{figure}").bounding_box()["x"] for figure in ("stacks", "traffic-before", "hosted")}
+    assert len(left) == 1
+
+
 def test_steps_are_turned_over_and_the_nearest_recorded_one_is_shown(look: Looker, address: str) -> None:
     look.open(f"{address}#view=layer&run=0&layer=1&step=9999")
     assert look.page.locator("#next").is_disabled()

@@ -193,7 +193,7 @@ def test_host_time_goes_to_the_innermost_range_and_backward_to_the_phase_of_its_
         "plan": PhaseTime(0.15),
         "push": PhaseTime(0.05),
         "experts": PhaseTime(0.2, 0.18),
-        "reduce": PhaseTime(0.02),
+        "reduce": PhaseTime(0.0, 0.02),
         "router": PhaseTime(0.01),
     }
     for name, time in summary.phases.items():

@@ -246,7 +246,7 @@ def test_the_nearest_recorded_step_is_shown(run: SampleRun) -> None:
 
 def test_answers_over_http(run: SampleRun) -> None:
     with client(run.path) as http:
-        assert http.get("/").text.count("<script src=") == 8
+        assert http.get("/").text.count("<script src=") == 7
         for name in ("plotly.js", "app.js", "style.css"):
             assert http.get(f"/{name}").status_code == 200
         assert http.get("/other.js").status_code == 404

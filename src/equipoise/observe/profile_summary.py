@@ -18,7 +18,9 @@ from typing import Any
 PHASES = ("router", "plan", "push", "dispatch", "experts", "combine", "restore", "reduce")
 STEP = "train.step "
 """Begin of the name of the range around an optimizer step; its number follows."""
-_RANGES = {f"moe.{phase}": phase for phase in PHASES}
+_BACKWARD = ">"
+"""Mark of a label: the phase's backward."""
+_RANGES = {f"moe.{phase}": phase + _BACKWARD * (phase in ("restore", "reduce")) for phase in PHASES}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _NODE = "autograd::engine::evaluate_function"
 
@@ -125,7 +127,7 @@ class _Host:
         self.pieces = {tid: flatten(ranges) for tid, ranges in forward.items()}
         backward = self._backward(events)
         for tid in backward.keys() | forward.keys():
-            labelled = [(s, e, f"{phase}>") for s, e, phase in backward.get(tid, [])]
+            labelled = [(s, e, phase + _BACKWARD) for s, e, phase in backward.get(tid, [])]
             self.pieces[tid] = flatten([*forward.get(tid, []), *labelled])
 
     def _backward(self, events: Sequence[Mapping[str, Any]]) -> dict[Any, list[Interval]]:
@@ -140,7 +142,7 @@ class _Host:
                 nodes[event["args"].get("Fwd thread id")].append(event)
             elif not event["args"].get("Fwd thread id"):
                 phase = self.at(event["tid"], event["ts"])
-                if phase is not None:
+                if phase is not None and not phase.endswith(_BACKWARD):
                     phase_of[event["tid"]][number] = phase
         found: dict[Any, list[Interval]] = defaultdict(list)
         for group in nodes.values():
@@ -215,12 +217,12 @@ def summarize_trace(trace: Mapping[str, Any]) -> ProfileSummary:
         if event.get("cat") in _DEVICE:
             where = launched.get(event.get("args", {}).get("correlation"))
             phase = None if where is None else host.at(*where)
-            device.append(_interval(event, "other" if phase is None else phase.rstrip(">")))
+            device.append(_interval(event, "other" if phase is None else phase.rstrip(_BACKWARD)))
     exposed, overlapped, idle = divide(device, windows) if device else (defaultdict(float), 0.0, 0.0)
     phases = {
         phase: PhaseTime(
             host_us[phase] * scale,
-            host_us[f"{phase}>"] * scale,
+            host_us[phase + _BACKWARD] * scale,
             _union([i for i in device if i[2] == phase], windows) * scale,
             exposed.get(phase, 0.0) * scale,
         )

@@ -36,4 +36,8 @@ def plain(values: Sequence[float] | np.ndarray, digits: int = 6) -> list:
     size = np.floor(np.log10(np.abs(array, where=known & (array != 0), out=np.ones_like(array))))
     power = 10.0 ** np.clip(digits - 1 - size, -300, 300)
     rounded = np.where(known, np.round(np.where(known, array, 0.0) * power) / power, array)
-    return rounded.tolist() if known.all() else np.where(known, rounded, None).tolist()
+    if known.all():
+        return rounded.tolist()
+    objects = rounded.astype(object)
+    objects[~known] = None
+    return objects.tolist()

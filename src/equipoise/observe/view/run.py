@@ -19,7 +19,7 @@ from equipoise.observe.view.metrics_file import METRICS_FILE, MetricsFile
 from equipoise.observe.view.profiles import read_profiles
 
 CURVE_POINTS = 1000
-HEAT_COLUMNS = 240
+HEAT_COLUMNS = 160
 RUN_FILE = "run.json"
 METRICS = ("loss", "eval_loss", "tokens_per_second", "time_step_s", "grad_norm")
 

@@ -25,10 +25,11 @@ class Runs:
                 run.name = f"{run.name} ({seen[run.name]})"
 
     def read_ahead(self) -> None:
-        """Reads the traces before anybody asks. What is wrong with one is told to who asks."""
+        """Reads the traces, and one layer, before anybody asks. What is wrong with one is told to who asks."""
         for run in self.runs:
             with contextlib.suppress(TraceError):
                 run.overview()
+                run.detail(None, 0)
 
     def answer(self, request: str, parameters: Mapping[str, str]) -> Any:
         """What the page asked: "runs", "overview" (run) or "detail" (run, step, layer, microbatch, group).

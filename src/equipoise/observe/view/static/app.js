@@ -2,6 +2,7 @@
 "use strict";
 
 const REFRESH_MS = 3000;
+const PLOTLY_WAITS_MS = 150; // for the numbers to be shown first, if they come soon
 const App = { runs: [], turn: 0, overviews: {} };
 
 function state() {
@@ -74,14 +75,16 @@ async function worstLayer(run) {
   return worst.length ? worst[0].layer : 0;
 }
 
-async function lookForNews() {
+// `early`: the overview of the run in the address, asked for at the same time.
+async function lookForNews(early = null) {
   try {
-    const answer = await ask("runs");
+    const [answer, overview] = await Promise.all([ask("runs"), early && early.catch(() => null)]);
     const before = JSON.stringify(App.runs.map((run) => [run.version, run.problem]));
     App.runs = answer.runs;
+    if (overview) App.overviews[state().run] = overview;
     const changed = JSON.stringify(App.runs.map((run) => [run.version, run.problem])) !== before;
     byId("status").textContent = EMBEDDED ? "exported" : `live · ${new Date().toLocaleTimeString()}`;
-    if (changed) await render();
+    if (changed) render();
   } catch (error) {
     byId("status").textContent = "the server does not answer";
   }
@@ -89,7 +92,11 @@ async function lookForNews() {
 
 async function start() {
   Theme.start(render);
-  await lookForNews();
+  const { view, run } = Object.fromEntries(new URLSearchParams(window.location.hash.slice(1)));
+  const first = lookForNews(view === undefined || view === "overview" ? ask("overview", { run: run || 0 }) : null);
+  await Promise.race([first, new Promise((resolve) => { setTimeout(resolve, PLOTLY_WAITS_MS); })]);
+  loadPlotly();
+  await first;
   byId("run").replaceChildren(...App.runs.map((run, i) => make("option", { value: String(i), textContent: run.name })));
   byId("run").value = String(state().run);
   byId("run").addEventListener("change", (event) => { window.location.hash = address({ view: state().view, run: event.target.value }); });

@@ -2,16 +2,32 @@
 "use strict";
 
 const Drawing = []; // promises of what is being drawn
+
+// Plotly's script takes a second to start, so numbers are shown and data is asked for before that.
+let startPlotly;
+const PlotlyReady = new Promise((resolve) => { startPlotly = resolve; });
+if (window.Plotly) startPlotly();
+
+function loadPlotly() {
+  if (window.Plotly) return;
+  document.head.append(make("script", { src: "plotly.js", onload: startPlotly }));
+}
+
 const CONFIG = { responsive: true, displaylogo: false, displayModeBar: "hover",
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
 
 function axis(title, more = {}) {
   return { title: { text: title, standoff: 8 }, gridcolor: Theme.color("grid"), zeroline: false, linecolor: Theme.color("line"),
-    automargin: true, ...more };
+    ...more };
 }
 
-function layout(x, y, more = {}) {
-  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 58, r: 14, t: 8, b: 44 },
+// In a narrow window a legend takes a line for each series.
+function legendHeight() { return window.innerWidth < 700 ? 92 : 30; }
+
+// Margins are given, since plotly would draw everything twice to find them.
+function layout(x, y, more = {}, margin = {}) {
+  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 62, r: 14, t: more.showlegend ? legendHeight() : 8, b: 46, autoexpand: false, ...margin },
     font: { family: "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif", size: 12, color: Theme.color("text") },
     xaxis: x, yaxis: y, uirevision: "kept", hovermode: "closest", showlegend: false,
     legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom" },
@@ -20,18 +36,22 @@ function layout(x, y, more = {}) {
 
 // Draws, or says why there is nothing to draw. `onClick` gets the point that was clicked.
 function draw(id, traces, arrangement, onClick) {
-  const place = byId(id);
-  const note = place.querySelector(".empty");
-  if (note) note.remove();
-  Drawing.push(Plotly.react(place, traces, arrangement, CONFIG));
-  place.removeAllListeners("plotly_click");
-  if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
+  Drawing.push(PlotlyReady.then(async () => {
+    const place = byId(id);
+    const note = place.querySelector(".empty");
+    if (note) note.remove();
+    await Plotly.react(place, traces, arrangement, CONFIG);
+    place.removeAllListeners("plotly_click");
+    if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
+  }));
 }
 
 function drawNothing(id, reason) {
-  const place = byId(id);
-  if (place.data) Plotly.purge(place);
-  place.replaceChildren(make("p", { className: "empty", textContent: reason }));
+  Drawing.push(PlotlyReady.then(() => {
+    const place = byId(id);
+    if (place.data) Plotly.purge(place);
+    place.replaceChildren(make("p", { className: "empty", textContent: reason }));
+  }));
 }
 
 // Names of series may hold anything that a folder's name may.
@@ -54,11 +74,10 @@ function stepAxis(traces) {
 function perPoint(size, what) { return size > 1 ? `each point: ${what} of ${size} steps` : ""; }
 
 // Bars on top of each other in one trace, which stays quick with thousands of them.
-function stack(pieces, numRanks, mastersPerRank, axes) {
+function stack(pieces, numRanks, mastersPerRank, top, axes) {
   const height = new Array(numRanks).fill(0);
   const order = new Array(numRanks).fill(0);
   const columns = { x: [], y: [], base: [], color: [], pattern: [], text: [], data: [] };
-  const highest = Math.max(1, ...sums(pieces, numRanks));
   pieces.rows.forEach((rows, i) => {
     const rank = pieces.rank[i];
     const expert = pieces.expert[i];
@@ -68,7 +87,7 @@ function stack(pieces, numRanks, mastersPerRank, axes) {
     columns.base.push(height[rank]);
     columns.color.push(Theme.rank(home, numRanks, (order[rank] % 2) * 0.75));
     columns.pattern.push(home === rank ? "" : "/");
-    columns.text.push(rows > 0.05 * highest ? String(expert) : "");
+    columns.text.push(rows > 0.042 * top ? String(expert) : "");
     columns.data.push([expert, home, home === rank ? "master" : "replica"]);
     height[rank] += rows;
     order[rank] += 1;
@@ -77,14 +96,8 @@ function stack(pieces, numRanks, mastersPerRank, axes) {
     textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none",
     textfont: { size: 10, color: "#fff" }, width: 0.82,
     marker: { color: columns.color, line: { color: Theme.color("card"), width: 0.6 },
-      pattern: { shape: columns.pattern, fillmode: "overlay", fgcolor: Theme.color("card"), fgopacity: 0.55, size: 7, solidity: 0.22 } },
+      pattern: { shape: columns.pattern, bgcolor: columns.color, fgcolor: Theme.color("card"), fgopacity: 0.55, size: 7, solidity: 0.22 } },
     hovertemplate: "expert %{customdata[0]} (%{customdata[2]}, home rank %{customdata[1]})<br>rank %{x}: %{y:,} rows<extra></extra>" };
-}
-
-function sums(pieces, numRanks) {
-  const total = new Array(numRanks).fill(0);
-  pieces.rows.forEach((rows, i) => { total[pieces.rank[i]] += rows; });
-  return total;
 }
 
 function rankAxis(title, numRanks, more = {}) {
@@ -102,5 +115,5 @@ function square(id, z, titles, largest, showsZeros = true) {
     Object.assign(trace, { text, texttemplate: "%{text}", textfont: { size: 11 } });
   }
   draw(id, [trace], layout(rankAxis(titles.x, numRanks, { range: [-0.5, numRanks - 0.5], showgrid: false }),
-    rankAxis(titles.y, numRanks, { range: [numRanks - 0.5, -0.5], showgrid: false })));
+    rankAxis(titles.y, numRanks, { range: [numRanks - 0.5, -0.5], showgrid: false }), {}, { r: 84 }));
 }

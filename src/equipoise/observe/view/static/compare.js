@@ -58,5 +58,5 @@ function showCompareLayers(names, data) {
   if (!traces.length) return drawNothing("compare-layers", "No load of single layers is recorded.");
   const highest = Math.max(1.1, ...traces.flatMap((t) => t.customdata.filter((v) => v !== null)));
   return draw("compare-layers", traces, layout(axis("MoE layer", { showgrid: false, dtick: traces[0].x.length <= 20 ? 1 : undefined }),
-    axis(RATIO, { range: [1, 1 + 1.08 * (highest - 1)] }), { barmode: "group", bargap: 0.25, showlegend: true, margin: { l: 58, r: 14, t: 28, b: 44 } }));
+    axis(RATIO, { range: [1, 1 + 1.08 * (highest - 1)] }), { barmode: "group", bargap: 0.25, showlegend: true }));
 }

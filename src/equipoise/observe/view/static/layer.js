@@ -50,10 +50,10 @@ function showStacks(data, mean) {
     marker: { color: Theme.color(name) }, hovertemplate: "rank %{x}: %{y:,} rows<extra></extra>" });
   const left = { xaxis: "x", yaxis: "y" };
   const right = { xaxis: "x2", yaxis: "y2" };
-  const traces = data.stacks
-    ? [stack(data.stacks.before, P, M, left), stack(data.stacks.after, P, M, right)]
-    : [plainBars(data.rank_load, left, "before"), plainBars(data.rank_load_after, right, "after")];
   const top = 1.08 * Math.max(1, largestOf(data.rank_load), largestOf(data.rank_load_after));
+  const traces = data.stacks
+    ? [stack(data.stacks.before, P, M, top, left), stack(data.stacks.after, P, M, top, right)]
+    : [plainBars(data.rank_load, left, "before"), plainBars(data.rank_load_after, right, "after")];
   const label = (text, x) => ({ text, x, y: 1.0, xref: "paper", yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 13 } });
   const meanLine = (xref, yref) => ({ type: "line", xref: `${xref} domain`, yref, x0: 0, x1: 1, y0: mean, y1: mean,
     line: { color: Theme.color("text"), width: 1.2, dash: "dash" } });
@@ -61,9 +61,9 @@ function showStacks(data, mean) {
   const arrangement = layout(rankAxis("rank", P, { domain: [0, 0.485], showgrid: false }), axis("rows (tokens x experts per token)", { range: [0, top] }), {
     xaxis2: rankAxis("rank", P, { domain: [0.515, 1], showgrid: false, anchor: "y2" }),
     yaxis2: axis("", { range: [0, top], anchor: "x2", showticklabels: false }),
-    barmode: "overlay", margin: { l: 64, r: 46, t: 28, b: 44 },
+    barmode: "overlay",
     shapes: [meanLine("x", "y"), meanLine("x2", "y2")],
-    annotations: [label("before balancing", 0), label("after balancing, as delivered", 0.515), meanLabel] });
+    annotations: [label("before balancing", 0), label("after balancing, as delivered", 0.515), meanLabel] }, { r: 46, t: 28 });
   draw("stacks", traces, arrangement);
 }
 
@@ -104,8 +104,7 @@ function showPhases(data) {
     x: data.phases.seconds.map((row) => (row[i] === null ? 0 : 1e3 * row[i])), marker: { color: colors[name] || "#888" },
     hovertemplate: `rank %{y}, ${name}: %{x:.3f} ms<extra></extra>` }));
   return draw("phases", traces, layout(axis("ms"), rankAxis("rank", ranks.length, { range: [ranks.length - 0.4, -0.6], showgrid: false }),
-    { barmode: "stack", showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", traceorder: "normal" },
-      margin: { l: 58, r: 14, t: 28, b: 44 } }));
+    { barmode: "stack", showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", traceorder: "normal" } }));
 }
 
 function showLayers(data, goTo) {
@@ -116,6 +115,6 @@ function showLayers(data, goTo) {
   const highest = Math.max(1.1, ...data.layers.before.filter((v) => v !== null));
   draw("layers", [bars("before", data.layers.before, Theme.color("before")), bars("after", data.layers.after, Theme.color("after"))],
     layout(axis("MoE layer", { showgrid: false, ...(layers.length <= 12 ? { dtick: 1 } : {}) }),
-      axis(RATIO, { range: [1, 1 + 1.08 * (highest - 1)] }), { barmode: "group", bargap: 0.25, showlegend: true, margin: { l: 58, r: 14, t: 28, b: 44 } }),
+      axis(RATIO, { range: [1, 1 + 1.08 * (highest - 1)] }), { barmode: "group", bargap: 0.25, showlegend: true }),
     (point) => { window.location.hash = goTo({ ...place(data), layer: point.x, step: data.step }); });
 }

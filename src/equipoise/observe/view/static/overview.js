@@ -69,7 +69,7 @@ function showImbalance(data) {
       line("after: mean of layers", data.step, data.after, after));
   }
   return draw("imbalance", traces, layout(stepAxis(traces), axis(RATIO),
-    { showlegend: true, margin: { l: 58, r: 14, t: 28, b: 44 } }));
+    { showlegend: true }));
 }
 
 function showHeat(id, heat, which, goTo) {
@@ -82,7 +82,7 @@ function showHeat(id, heat, which, goTo) {
     colorbar: { thickness: 10, outlinewidth: 0, title: { text: RATIO, side: "right" } },
     hovertemplate: "layer %{y}, step %{text}<br>%{z:.3f}<extra></extra>" };
   return draw(id, [trace], layout(axis("optimizer step", { showgrid: false }),
-    axis("MoE layer", { showgrid: false, autorange: "reversed", ...(layers.length <= 12 ? { dtick: 1 } : {}) })),
+    axis("MoE layer", { showgrid: false, autorange: "reversed", ...(layers.length <= 12 ? { dtick: 1 } : {}) }), {}, { r: 84 }),
     (point) => {
       const column = heat.step.indexOf(point.x);
       window.location.hash = goTo({ layer: point.y, step: heat.worst_step[point.y][column] });
