@@ -62,6 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_trains(folder: Path, name: str) -> None:
     tokenizers = run_ranks(train_toy, 2, name, folder, deadline_s=120)
