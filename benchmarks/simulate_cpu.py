@@ -36,6 +36,7 @@ from equipoise.bench.calibrate_run import (
     predict,
     study_of,
     tokens_per_rank,
+    unfitted,
 )
 from equipoise.bench.results import results_folder, update_results
 from equipoise.data import build_dataset
@@ -133,7 +134,7 @@ def write(raw: Path, name: str, out: Path) -> None:
     seconds = {load: statistics.median(values) for load, values in measured.items()}
     tokens = tokens_per_rank(config, 2)
     source = f"measured on 2 x {content['device']} by benchmarks/simulate_cpu.py"
-    hardware = fit_hardware(calibration, seconds, config, 2, name, source)
+    hardware = fit_hardware(calibration, seconds, config, 2, unfitted(name, source, name == CPU))
     hardware = replace(hardware, measured_with=describe_sizes(config, 2))
     parts = [f"calibration {name}", f"simulate {name}"]
     rows = []
@@ -175,6 +176,8 @@ def main() -> None:
     config = check_study(load_config(TrainConfig, options.recipe, [*own, *options.settings]), 2)
     raw = options.raw or options.out.with_suffix(".raw.json")
     if launch.has_launcher(os.environ):
+        if launch.is_own_worker(os.environ):
+            launch.end_with_parent()
         measure(config, options.minutes, raw)
         return
     launch.launch(2, [sys.executable, __file__, *sys.argv[1:]])
