@@ -1,5 +1,7 @@
 """Settings of exact-load expert balancing. Apart from the package `balance`, which is imported only when it is on."""
 
+from typing import Literal
+
 from pydantic import Field, PositiveInt
 
 from equipoise.config import Config
@@ -23,4 +25,9 @@ class BalanceConfig(Config):
     planner: str = "exact_load"
     """Planner by name, or your own as my_file.py:function."""
     reduction_rows: PositiveInt = 4
-    """FP32 expert gradients that a rank receives at once; more arrive in rounds. Bounds the memory of the reduction."""
+    """FP32 expert gradients that a rank receives at once; more arrive in rounds. Bounds the memory of the reduction of
+    the collective transport."""
+    transport: Literal["auto", "collective", "symmetric"] = "auto"
+    """How weights and gradients of replicas move: by messages of the process group, for which the host waits for the
+    load, or by kernels in memory that the ranks share, for which it never waits. auto is symmetric where the EP group's
+    GPUs reach each other and the dispatcher is auto or symmetric too."""

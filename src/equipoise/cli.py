@@ -17,6 +17,7 @@ import typer
 import equipoise
 from equipoise import launch
 from equipoise.bench import balance as _balance  # noqa: F401 - adds its command to the group
+from equipoise.bench import calibrate as _calibrate  # noqa: F401
 from equipoise.bench import kernels as _kernels  # noqa: F401
 from equipoise.bench import plan as _plan  # noqa: F401
 from equipoise.bench.group import bench

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from equipoise.balance import BalanceConfig, Balancer
 from equipoise.dispatch import build_dispatcher
+from equipoise.dispatch.base import DeviceExchange
 
 E, D, K, INNER = 8, 16, 2, 24
 WEIGHTS: dict[str, tuple[int, ...]] = {"up": (2 * INNER, D), "down": (D, INNER)}
@@ -26,7 +27,7 @@ class ForeignLayer(nn.Module):
 
     Options: stacked: one tensor per weight, or one per expert. hooks: the optional calls of the library. numbered: the
     host gives layers and microbatches a key. bias: see above. padded: each expert's rows are a multiple of 4, and rows
-    of NaN that belong to nobody follow. mesh: weights are DTensors over it.
+    of NaN that belong to nobody follow. mesh: weights are DTensors over it. dispatchers: ready-made ones.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ForeignLayer(nn.Module):
         bias: bool = False,
         padded: bool = False,
         mesh: DeviceMesh | None = None,
+        dispatchers: dict[bool, Any] | None = None,
     ) -> None:
         super().__init__()
         size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -53,7 +55,10 @@ class ForeignLayer(nn.Module):
         self.bias, self.padded, self.mesh = bias, padded, None if balancer is None else mesh
         self.moves = E // size if moving else 0  # experts by which the heat moves from microbatch to microbatch
         number = E if balancer is None else balancer.num_physical_experts
-        self.dispatcher = build_dispatcher(dispatcher, number, group)  # type: ignore[arg-type]
+        if dispatchers is None:
+            self.dispatcher = build_dispatcher(dispatcher, number, group)  # type: ignore[arg-type]
+        else:  # ready-made, by whether there is a balancer
+            self.dispatcher = dispatchers[balancer is not None]
         generator = torch.Generator().manual_seed(100 + layer)
         make = lambda *shape: torch.randn(*shape, generator=generator) / shape[-1] ** 0.5  # noqa: E731
         self.attention = nn.Parameter(make(D, D).to(dtype))
@@ -88,7 +93,8 @@ class ForeignLayer(nn.Module):
             return x_TD + self.dispatcher.combine(out, arrived.handle)
         step = self.balancer.route(ids_TK, key=(self.layer, microbatch) if self.numbered else None)
         attached = {name: step.attach(name, weight) for name, weight in masters.items()}
-        arrived = self.dispatcher.dispatch(x_TD, step.physical_ids_TK, weights_TK)
+        known = None if step.device_exchange is None else DeviceExchange(*step.device_exchange)
+        arrived = self.dispatcher.dispatch(x_TD, step.physical_ids_TK, weights_TK, known)
         assert arrived.counts_M.tolist() == step.counts, "what is delivered is what was planned"
         rows, counts, places_R = arrived.rows_RD, arrived.counts_M, None
         if self.padded:

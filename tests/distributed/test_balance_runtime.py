@@ -68,10 +68,11 @@ def compare(group: dist.ProcessGroup, balancer: Balancer, numbers=(9, 5), **opti
     """Largest relative difference between balanced and plain layers, and what the balancer did."""
     rank = dist.get_rank(group)
     run, together = options.pop("run", run_plain), options.pop("together", "one by one")
+    depth = options.pop("depth", 3)
     frozen = options.pop("frozen", ())
     results = []
     for used in (None, balancer):
-        layers = Layers(ForeignLayer(group, used, layer=index, **options) for index in range(3))
+        layers = Layers(ForeignLayer(group, used, layer=index, **options) for index in range(depth))
         for layer, name in product(layers, frozen):
             layer.weights[name].requires_grad_(False)
         results.append(train(layers, list(numbers), rank, run, together))

@@ -3,8 +3,15 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 
 def hf_model(**changes) -> Qwen3MoeForCausalLM:
@@ -51,6 +58,47 @@ def deepseek_model(**changes) -> DeepseekV3ForCausalLM:
     }
     torch.manual_seed(0)
     return enlivened(DeepseekV3ForCausalLM(DeepseekV3Config(**(values | changes))))
+
+
+def save_vision_language_model(folder: Path) -> Qwen3VLMoeForConditionalGeneration:
+    """A toy Qwen3-VL-MoE in the form of the released files, where experts are transposed; 2 * I is D."""
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "initializer_range": 0.2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e5,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 4,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+    torch.manual_seed(0)
+    model = enlivened(Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision)))
+    model.config.save_pretrained(folder)
+    tensors = {}
+    for key, value in model.state_dict().items():
+        tensors[key] = value.transpose(1, 2).contiguous() if "mlp.experts." in key else value.clone()
+    save_file(tensors, folder / "model.safetensors")
+    return model
 
 
 def enlivened(model):

@@ -19,7 +19,7 @@ from equipoise.models.config import ModelConfig
 from equipoise.models.initialize import initialize_model
 from equipoise.models.model import MoEForCausalLM
 from integration.command import clean_environment
-from unit.hf_toys import assert_same_tensors, deepseek_model, hf_model, tensors_of
+from unit.hf_toys import assert_same_tensors, deepseek_model, hf_model, save_vision_language_model, tensors_of
 
 MODELS = {
     "qwen3_moe": lambda: hf_model(),
@@ -104,6 +104,26 @@ def test_transformers_generates_what_we_do_from_exported_weights(make, tmp_path:
             ids = torch.cat([ids, ours(ids).logits[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(generated, ids)
     assert ids.unique().numel() > 5
+
+
+def test_transposed_experts_of_a_declared_type(tmp_path: Path) -> None:
+    """Square matrices, whose shape tells nothing; the vision tower is left out."""
+    theirs = save_vision_language_model(tmp_path / "hf")
+    ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(3))
+    ours = read_model(tmp_path / "hf")
+    want = theirs(input_ids=ids).logits
+    assert (ours(ids).logits - want).norm() <= 1e-5 * want.norm()
+    written = convert(tmp_path / "hf", tmp_path / "text", "hf")
+    text = AutoModelForCausalLM.from_pretrained(written)
+    assert type(text).__name__ == "Qwen3MoeForCausalLM"
+    assert (text(ids).logits - want).norm() <= 1e-5 * want.norm()
+    tensors = tensors_of(tmp_path / "hf")
+    for key in tensors:
+        if "mlp.experts." in key:
+            tensors[key] = tensors[key].transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj' .* has shape \[8, 64, 32\]; expected \[8, 32,"):
+        open_source(tmp_path / "hf")
 
 
 def mtp_model(num_layers: int = 2) -> MoEForCausalLM:

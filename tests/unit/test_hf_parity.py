@@ -121,7 +121,7 @@ def test_packed_documents_equal_separate_ones(theirs) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt_oss"}, "'gpt_oss' cannot be read: only 'qwen3_moe', 'deepseek_v3'"),
+        ({"model_type": "gpt_oss"}, "'gpt_oss' cannot be read: only 'qwen3_moe', 'deepseek_v3', 'qwen3_vl_moe'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'llama3' is not supported"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func is 'softmax'"),

@@ -12,6 +12,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("balance_config",),
     ("accelerator",),
     ("distributed", "kernels"),
+    ("symmetric",),
     ("balance", "dispatch"),
     ("moe",),
     ("models",),

@@ -16,10 +16,12 @@ from equipoise.train.resolved import to_toml
 WORLDS = {
     "demo": [2, 4, 8],
     "deepseek-router": [2, 4, 8],
+    "h200-ep2": [2, 4],
+    "h200-ep8": [8, 16],
     "moe-100m": [1, 2, 4, 8],
     "qwen3-30b-a3b": [8, 16, 64],
-    "continue": [8, 16, 64],
-    "sft": [8, 16, 32],
+    "continue": [1, 2, 8, 64],
+    "sft": [1, 2, 8, 32],
 }
 NAMES = [recipe.name for recipe in list_recipes()]
 

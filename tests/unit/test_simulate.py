@@ -1,21 +1,24 @@
 """The simulator: traffic as the runtime splits it, costs by hand, loads that add up, bad input with a message."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from trace_rows import rows
+from typer.testing import CliRunner
 
 from equipoise.balance import ExactLoadPlanner, PlannerSettings, complete_plan
 from equipoise.balance.quality import Size, synthetic_loads
+from equipoise.cli import main
 from equipoise.errors import ConfigError, PlanError, TraceError
 from equipoise.moe.synthetic import WORKLOADS, Workload
 from equipoise.observe.reader import open_trace
 from equipoise.observe.schema import TraceInfo
-from equipoise.observe.tables import LayerRows
+from equipoise.observe.tables import LayerRows as TraceRows
 from equipoise.observe.writer import TraceWriter
-from equipoise.simulate.cost import layer_cost
+from equipoise.simulate.cost import LayerRows, layer_cost
 from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
 from equipoise.simulate.loads import LoadBlock, drawn_loads, exact_loads, trace_loads, workload_name
 from equipoise.simulate.report import plot, verdicts
@@ -48,7 +51,7 @@ def cost(hardware: Hardware, *, is_on: bool = False, copies: int = 0):
     rows_BPm = np.array([[[3, 0], [5, 2]]])
     out, into = np.array([[[4, 0], [1, 2]]]), np.array([[[1, 2], [4, 0]]])
     copied = np.array([[[copies, 0], [0, copies]]])
-    return layer_cost(hardware, EXPERT, rows_BPm, np.array([[6, 4]]), out, into, copied, is_on)
+    return layer_cost(hardware, EXPERT, LayerRows(rows_BPm, np.array([[6, 4]]), out, into, copied, is_on))
 
 
 def test_each_part_of_the_cost_waits_for_the_slowest_rank() -> None:
@@ -142,7 +145,7 @@ def recorded(tmp_path: Path) -> Path:
         for step in (10, 20):
             counts = rng.integers(0, 9, (2, 2, 3, 8))  # rank, layer, sequence, expert
             load = counts.sum(2).transpose(1, 0, 2)
-            writer.write_layers(LayerRows(step, 0, 0, load, load.sum(1).reshape(2, 2, 4)))
+            writer.write_layers(TraceRows(step, 0, 0, load, load.sum(1).reshape(2, 2, 4)))
             for rank in range(2):
                 writer.write_sequences(step, 0, 0, rank, counts[rank])
     return tmp_path
@@ -179,7 +182,7 @@ def test_without_sequences_whole_microbatches_are_dealt(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_replayed_says_why(tmp_path: Path, recorded: Path) -> None:
-    with pytest.raises(ConfigError, match="8 experts cannot be split evenly over 3 ranks"):
+    with pytest.raises(ConfigError, match="8 experts cannot be split evenly over an EP group of 3 ranks"):
         list(trace_loads(open_trace(recorded), 3))
     with TraceWriter(tmp_path / "other", TraceInfo(3, 6, 2, ep_size=2, num_slots=1)) as writer:
         writer.write_layers(rows(1, has_matrices=False))
@@ -243,3 +246,37 @@ def test_a_calibration_is_read_back(tmp_path: Path) -> None:
     assert load_hardware(str(tmp_path / "file.json")) == machine
     with pytest.raises(ConfigError, match="choose h200, h100, or a file"):
         load_hardware("abacus")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "W2", "--ranks", "two"], "--ranks is 'two': expected whole numbers"),
+        (["--workload", "W2", "--tolerance", "-1"], "--tolerance is '-1'"),
+        (["--workload", "W9"], "there is no workload 'W9'"),
+        (["--workload", "W2", "--ranks", "7"], "128 experts cannot be split evenly"),
+        (["--workload", "W2", "--hardware", "tpu"], "no hardware 'tpu'"),
+        (["--workload", "W2", "--planners", "best"], "no planner 'best'"),
+        (["--workload", "lognormal", "--exact"], "leave it out"),
+        (["runs", "--workload", "W2"], "one of them"),
+        (["nowhere"], "no such file or folder"),
+        (["--workload", "W2", "--steps", "1,2,3"], "expected the first and the last step"),
+    ],
+)
+def test_the_command_refuses_with_a_message(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["simulate", *arguments])
+    assert result.exit_code in (1, 2), result.output
+    assert message in " ".join(result.output.split())
+
+
+def test_the_command_prints_a_table_a_plot_and_writes_rows(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    options = ["--workload", "W2", "--ranks", "4", "--layers", "1", "--microbatches", "1", "--experts", "8"]
+    options += ["--top-k", "2", "--tokens", "512", "--exact", "--slots", "1", "--out", str(out)]
+    result = CliRunner().invoke(main, ["simulate", *options])
+    assert result.exit_code == 0, result.output
+    for shown in ("Predicted step on h200", "of ceiling", "####", "4 ranks: balancing"):
+        assert shown in result.output
+    content = json.loads(out.read_text())
+    assert [row["planner"] for row in content["rows"]] == ["off", "exact_load", "forced"]
+    assert content["hardware"]["name"] == "h200"

@@ -9,7 +9,7 @@ read both storages in one launch.
 Shapes: M masters and R slots, L = M + R local physical experts, `counts` their rows, N x K one expert's weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,8 +37,13 @@ if TYPE_CHECKING:
 class Counts:
     """Rows of each local physical expert, on the host and on the rows' device (int64 [L])."""
 
-    host: list[int]
+    read: Callable[[], list[int]]
     device: torch.Tensor
+
+    @property
+    def host(self) -> list[int]:
+        """A host sync where the plan is on an accelerator."""
+        return self.read()
 
     def offsets(self, part: slice) -> torch.Tensor:
         """int32 ends of some experts' groups, counted from the first of them, without a host sync."""
@@ -93,9 +98,9 @@ class _FusedMLP(torch.autograd.Function):
             want_rows,
             *destinations,
         )
-        for name, destination in zip(ctx.names, destinations):
+        for name, destination, gradients in zip(ctx.names, destinations, grads):
             if destination is not None:
-                step.send_gradients(name)
+                step.send_gradients(name, gradients)
         return grad_rows, None, None, None, None, None, *grads[0], *grads[1]
 
 
@@ -111,7 +116,7 @@ def _like(gradient_MNK: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequen
 
 
 def _tiles(rows: torch.Tensor, step: "Step", counts: Counts) -> Tiles:
-    counts_L = counts.device if step.replicas else counts.device[: step.num_masters]
+    counts_L = counts.device if step.has_replicas else counts.device[: step.num_masters]
     return make_tiles(counts_L, step.num_masters, rows.shape[0], block_rows(rows.device))
 
 
@@ -136,8 +141,9 @@ class _KernelLinear(torch.autograd.Function):
             return grad_rows, None, None, None, *[None] * len(masters)
         slots = step.gradient_slots(name)
         gradient = dual_wgrad(grad_RN, rows_RK, ctx.tiles, step.num_masters, masters[0].dtype, slots)
-        step.send_gradients(name)
-        return grad_rows, None, None, None, *_like(gradient, masters)
+        grads = _like(gradient, masters)
+        step.send_gradients(name, grads)
+        return grad_rows, None, None, None, *grads
 
 
 class _KernelMLP(torch.autograd.Function):
@@ -173,9 +179,9 @@ class _KernelMLP(torch.autograd.Function):
             gradient = dual_wgrad(grad_hidden, rows_RD, tiles, step.num_masters, gate_up[0].dtype, slots[0])
             grads[0] = _like(gradient, gate_up)
         grad_rows = dual_dgrad(grad_hidden, _stacked(gate_up), gate_up_slots, tiles) if want_rows else None
-        for name, want in zip(ctx.names, wanted):
+        for name, want, gradients in zip(ctx.names, wanted, grads):
             if want:
-                step.send_gradients(name)
+                step.send_gradients(name, gradients)
         return grad_rows, None, None, None, None, None, *grads[0], *grads[1]
 
 
@@ -246,7 +252,7 @@ class _DualProduct(torch.autograd.Function):
                     destination.copy_(products[index])
                 else:
                     product_into(destination, grad[rows_of_expert].T, rows[rows_of_expert])
-        step.send_gradients(ctx.name)
+        step.send_gradients(ctx.name, grads)
         return *grad_rows, None, None, None, None, *grads
 
 
@@ -284,7 +290,7 @@ class _DualAddBias(torch.autograd.Function):
         destinations = _experts(grads, ctx.step.gradient_slots(ctx.name), 1)
         for rows, destination in zip(_by_expert(grad_RN, ctx.counts), destinations):
             destination.copy_(rows.sum(0, dtype=torch.float32))
-        ctx.step.send_gradients(ctx.name)
+        ctx.step.send_gradients(ctx.name, grads)
         return grad_RN, None, None, None, *grads
 
 
@@ -316,7 +322,7 @@ def dual_mlp(
             rows_RD, step, gate_up.name, down.name, counts, len(gate_up.tensors), *gate_up.tensors, *down.tensors
         )
     if choice.fn is loop_grouped_linear:
-        here = counts.host if step.replicas else counts.host[: step.num_masters]
+        here = counts.host if step.has_replicas else counts.host[: step.num_masters]
         return _FusedMLP.apply(
             rows_RD, step, gate_up.name, down.name, here, len(gate_up.tensors), *gate_up.tensors, *down.tensors
         )

@@ -11,7 +11,16 @@ from equipoise.balance.planner import plan_loads
 from equipoise.balance.protocol import PlannerSettings, check_sizes
 from equipoise.balance.rules import TARGET_STEPS, VARIANTS
 from equipoise.balance.splits import complete_plan
-from equipoise.kernels.plan import make_plan_workspace, plan, plan_problem
+from equipoise.errors import ConfigError
+from equipoise.kernels.plan import (
+    CountExchange,
+    ExchangedPlan,
+    exchange_plan,
+    make_plan_workspace,
+    plan,
+    plan_problem,
+)
+from equipoise.symmetric.space import SymmetricSpace
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +66,45 @@ class DevicePlanner:
             settings.copy_tokens,
         )
         return BalancePlan(Placement(slot_expert, quota, P, E), send, recv, rank)
+
+
+class ExchangingPlanner:
+    """Plans of one EP group on the device, from each rank's own counts: the launch that plans also exchanges them.
+
+    Made and called by all ranks together, in one order, on streams whose order is the same everywhere.
+
+    Raises:
+        ConfigError: sizes that the kernel does not serve, or no Triton.
+    """
+
+    def __init__(self, space: SymmetricSpace, num_experts: int, settings: PlannerSettings) -> None:
+        check_sizes(num_experts, space.num_ranks, settings)
+        problem = plan_problem(space.device.type, space.num_ranks, num_experts, settings.num_slots)
+        if problem is not None:
+            raise ConfigError(f"plans cannot be made on the device: {problem}")
+        self._rank, self._num_ranks, self._settings = space.rank, space.num_ranks, settings
+        tables_P = space.allocate((2, space.num_ranks, num_experts), torch.int32).pointers_P
+        channel = space.channel("exchange of counts for a plan")
+        self._exchange = CountExchange(space.signals, channel, tables_P)
+        prepared = _prepare(space.num_ranks, num_experts, settings.num_slots, space.device)
+        assert prepared is not None
+        self._tensors = prepared
+
+    def __call__(self, counts_E: torch.Tensor) -> ExchangedPlan:
+        """`counts_E`: int32, contiguous, this rank's tokens for each expert."""
+        chosen = self._settings
+        return exchange_plan(
+            counts_E,
+            self._num_ranks,
+            self._exchange,
+            *self._tensors,
+            self._rank,
+            chosen.num_slots,
+            chosen.tolerance_ppm,
+            chosen.min_tokens,
+            chosen.domain_size,
+            chosen.copy_tokens,
+        )
 
 
 def _prepare(num_ranks: int, num_experts: int, num_slots: int, device: torch.device) -> KernelTensors | None:

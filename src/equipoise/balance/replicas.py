@@ -46,6 +46,15 @@ def replicas_of(placement: Placement) -> list[Replica]:
     return replicas
 
 
+@dataclass(frozen=True)
+class Copies:
+    """The copies of one plan, as transports take them: slot_expert int32 [P * R] where the plan was made, and the same
+    as a list, which is empty if the plan is on an accelerator."""
+
+    slot_expert: torch.Tensor
+    replicas: Sequence[Replica]
+
+
 class ReplicaBuffers:
     """Slot weights in the compute dtype, slot gradients and the rows that receive gradients in FP32, by weight name.
 

@@ -16,24 +16,31 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
 from equipoise.balance.config import BalanceConfig, planner_settings
+from equipoise.balance.device_planner import ExchangingPlanner
 from equipoise.balance.plan import BalancePlan, Placement, check_placement, experts_per_rank
 from equipoise.balance.protocol import Planner, check_sizes
 from equipoise.balance.registry import planner_maker
 from equipoise.balance.replicas import Masters, ReplicaBuffers
 from equipoise.balance.reroute import count_load, reroute
 from equipoise.balance.splits import complete_plan
-from equipoise.balance.step import Entered, Step, enter_masters
+from equipoise.balance.step import Entered, SortedSlots, Step, enter_masters
 from equipoise.balance.transport.base import GradientPull, Pending, Transport
 from equipoise.balance.transport.collective import CollectiveTransport
+from equipoise.balance.transport.symmetric import SymmetricBuffers, SymmetricTransport
 from equipoise.balance.unseen import unseen
 from equipoise.distributed.collectives import Group, live_group
 from equipoise.errors import ConfigError
+from equipoise.kernels.reroute import reroute_permutation
+
+if TYPE_CHECKING:
+    from equipoise.symmetric.space import SymmetricSpace
 
 _MAX_HELD = 1024
 _MAX_RECORDS = 1 << 14
@@ -53,6 +60,14 @@ class LoadRecord:
     copies: int
     num_bytes: int
     seconds: float
+
+
+class _UnreadRecord(NamedTuple):
+    """What a record is made of, on the device until somebody asks."""
+
+    key: Hashable
+    load_E: torch.Tensor
+    placement: Placement
 
 
 def _in_backward() -> bool:
@@ -82,7 +97,7 @@ class _Slots:
         self._tenants[name] = weakref.ref(step)
         what = f"weights {name!r} of {step.where}"
         with unseen(), _moving_weights():
-            self._pending[name] = self.transport.push_weights(name, step.replicas, step.masters(name), what)
+            self._pending[name] = self.transport.push_weights(name, step.copies, step.masters(name), what)
 
     def weights(self, step: Step, name: str) -> torch.Tensor:
         """The slots with the step's replicas in them, complete."""
@@ -109,6 +124,8 @@ class Balancer:
         config: see `BalanceConfig`.
         transport_group: group of the same ranks for weights and gradients of replicas; with NCCL a group of its own
             lets them overlap with the dispatcher. Default: `ep_group`.
+        space: symmetric memory of the EP group. Plans are then made on the device and weights and gradients of replicas
+            move without the host: no call waits for the device. Otherwise by messages of the group.
 
     Buffers are allocated when the first replica needs them. They hold `num_redundant_experts_per_rank` experts' weights
     and FP32 gradients and `reduction_rows` FP32 gradients for the group, however many layers there are.
@@ -125,6 +142,7 @@ class Balancer:
         dtype: torch.dtype,
         config: BalanceConfig | None = None,
         transport_group: Group | None = None,
+        space: "SymmetricSpace | None" = None,
     ) -> None:
         if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ConfigError(
@@ -139,8 +157,21 @@ class Balancer:
         check_sizes(num_experts, self.num_ranks, self.settings)
         self.num_masters = experts_per_rank(num_experts, self.num_ranks)
         self.num_slots = self.settings.num_slots
-        self.buffers = ReplicaBuffers(weights, self.num_slots, dtype, self.config.reduction_rows)
-        self.transport: Transport = CollectiveTransport(transport_group or ep_group, self.buffers)
+        self._device_planner: ExchangingPlanner | None = None
+        self.buffers: ReplicaBuffers
+        self.transport: Transport
+        if space is None:
+            self.buffers = ReplicaBuffers(weights, self.num_slots, dtype, self.config.reduction_rows)
+            self.transport = CollectiveTransport(transport_group or ep_group, self.buffers)
+        else:
+            if self.config.planner != "exact_load":
+                raise ConfigError(
+                    f"planner {self.config.planner!r} runs on the host, the symmetric transport needs plans on the "
+                    "device: choose planner exact_load, or transport collective"
+                )
+            self._device_planner = ExchangingPlanner(space, num_experts, self.settings)
+            self.buffers = SymmetricBuffers(weights, self.num_slots, dtype, space)
+            self.transport = SymmetricTransport(space, self.buffers, self.num_masters)
         self.slots = _Slots(self.transport, self.buffers)
         self._make_planner = planner_maker(self.config.planner)
         self._is_own_planner = ":" in self.config.planner
@@ -148,7 +179,7 @@ class Balancer:
         self._steps: weakref.WeakValueDictionary[Hashable, Step] = weakref.WeakValueDictionary()
         self._held: OrderedDict[Hashable, Step] = OrderedDict()
         self._pulls: dict[str, GradientPull] = {}
-        self._records: deque[LoadRecord] = deque(maxlen=_MAX_RECORDS)
+        self._records: deque[LoadRecord | _UnreadRecord] = deque(maxlen=_MAX_RECORDS)
 
     @property
     def num_physical_local(self) -> int:
@@ -183,7 +214,8 @@ class Balancer:
                 unless the planner learns from earlier loads.
             counts_E: tokens of each expert on this rank, if the router has counted them.
 
-        One host sync on an accelerator: the load matrix [P, E] is read, since the placement decides what is sent.
+        One host sync on an accelerator, none with a symmetric space: the load matrix [P, E] is read, since the
+        placement decides what is sent.
 
         Raises:
             RuntimeError: a recompute whose step is unknown, or that chose other experts.
@@ -192,8 +224,10 @@ class Balancer:
         if key is not None and _in_backward():
             with unseen():
                 return self._recall(ids_TK, key)
+        self.transport.check()
         with torch.no_grad(), unseen(), record_function("moe.plan"):
-            step = self._decide(ids_TK, key, counts_E)
+            decide = self._decide if self._device_planner is None else self._decide_on_device
+            step = decide(ids_TK, key, counts_E)
         if key is not None:
             self.remember(step)
             if not torch.is_grad_enabled():  # no graph holds it, and a reentrant checkpoint may ask for it again
@@ -215,6 +249,22 @@ class Balancer:
         step = Step(self, key, ids_TK, reroute(ids_TK, on_device), plan)
         if not _in_backward():
             self._record(step, load_PE, time.perf_counter() - started)
+        return step
+
+    def _decide_on_device(self, ids_TK: torch.Tensor, key: Hashable, counts_E: torch.Tensor | None) -> Step:
+        assert self._device_planner is not None
+        if counts_E is None:
+            counts_E = count_load(ids_TK, self.num_experts)
+        made = self._device_planner(counts_E.to(torch.int32).contiguous())
+        placement = Placement(made.slot_expert, made.quota, self.num_ranks, self.num_experts)
+        plan = BalancePlan(placement, made.send, made.recv, self.rank)
+        physical_TK, permutation = reroute_permutation(
+            ids_TK, made.slot_expert, made.send, self.num_experts, self.num_ranks, self.rank
+        )
+        slots = SortedSlots(permutation.row_TK, permutation.valid_TK, made.before_J)
+        step = Step(self, key, ids_TK, physical_TK, plan, slots)
+        if not _in_backward():
+            self._records.append(_UnreadRecord(key, made.load_E, placement))
         return step
 
     def remember(self, step: Step) -> None:
@@ -261,27 +311,47 @@ class Balancer:
         return complete_plan(placement, load_PE, self.rank)
 
     def _record(self, step: Step, load_PE: torch.Tensor, seconds: float) -> None:
-        before = load_PE.view(-1, self.num_ranks, self.num_masters).sum((0, 2))
-        after = step.plan.placement.rank_load
-        total = int(before.sum())
+        before = load_PE.view(-1, self.num_ranks, self.num_masters).sum((0, 2)).tolist()
+        after = step.plan.placement.rank_load.tolist()
+        self._records.append(self._load_record(step.key, before, after, len(step.replicas), seconds))
+
+    def _load_record(
+        self, key: Hashable, before: list[int], after: list[int], copies: int, seconds: float
+    ) -> LoadRecord:
+        """`before`, `after`: tokens of each rank."""
+        total = sum(before)
         mean = total / self.num_ranks
-        copies = len(step.replicas)
-        self._records.append(
-            LoadRecord(
-                step.key,
-                int(before.max()) / mean if total else 1.0,
-                int(after.max()) / mean if total else 1.0,
-                copies,
-                copies * sum(map(math.prod, self.buffers.shapes.values())) * self.dtype.itemsize,
-                seconds,
-            )
+        return LoadRecord(
+            key,
+            max(before) / mean if total else 1.0,
+            max(after) / mean if total else 1.0,
+            copies,
+            copies * sum(map(math.prod, self.buffers.shapes.values())) * self.dtype.itemsize,
+            seconds,
         )
 
     def take_records(self) -> list[LoadRecord]:
         """Records of the forwards routed since the last call (the latest 16384), oldest first."""
         records = list(self._records)
         self._records.clear()
-        return records
+        unread = [record for record in records if isinstance(record, _UnreadRecord)]
+        read = iter(self._read_records(unread))
+        return [next(read) if isinstance(record, _UnreadRecord) else record for record in records]
+
+    def _read_records(self, unread: "Sequence[_UnreadRecord]") -> list[LoadRecord]:
+        """One host sync for all."""
+        if not unread:
+            return []
+        load_NE = torch.stack([record.load_E for record in unread])
+        after_NP = torch.stack([record.placement.rank_load for record in unread])
+        copies_N = torch.stack([record.placement.num_copies for record in unread])
+        before_NP = load_NE.view(len(unread), self.num_ranks, self.num_masters).sum(2)
+        numbers = torch.cat([before_NP, after_NP, copies_N[:, None]], 1).tolist()
+        P = self.num_ranks
+        return [
+            self._load_record(record.key, row[:P], row[P : 2 * P], row[2 * P], 0.0)
+            for record, row in zip(unread, numbers)
+        ]
 
     def take_waited_s(self) -> float:
         """Seconds that this rank's host has waited for weights and gradients of replicas since the last call."""
@@ -290,7 +360,7 @@ class Balancer:
 
     # For steps.
 
-    def check_masters(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def check_masters(self, name: str, tensors: Sequence[torch.Tensor], wants_gradients: bool) -> None:
         """Refuses masters that do not fit; learns the device."""
         if name not in self.buffers.shapes:
             raise ConfigError(f"no weight {name!r}: the balancer was made for {', '.join(self.buffers.shapes)}")
@@ -307,8 +377,7 @@ class Balancer:
                     f"weight {name!r} is {tensor.dtype}, the balancer was made for {self.dtype}: attach masters in the "
                     "dtype that they are computed with"
                 )
-        if self.buffers.device is None:
-            self.buffers.device = tensors[0].device
+        self.transport.prepare(name, tensors[0].device, wants_gradients)
 
     def acquire_gradients(self, step: Step, name: str) -> torch.Tensor:
         """The slots' gradients, after the last transfer out of them."""
@@ -318,9 +387,9 @@ class Balancer:
                 pull.force()
         return self.buffers.gradients(name)
 
-    def pull_gradients(self, step: Step, name: str) -> GradientPull:
+    def pull_gradients(self, step: Step, name: str, gradients: Sequence[torch.Tensor]) -> GradientPull:
         """Starts the transfer of the slots' gradients to the masters' ranks."""
         with record_function("moe.reduce"):
-            pull = self.transport.pull_gradients(name, step.replicas, f"gradients {name!r} of {step.where}")
+            pull = self.transport.pull_gradients(name, step.copies, gradients, f"gradients {name!r} of {step.where}")
         self._pulls[name] = pull
         return pull

@@ -6,7 +6,8 @@ number of layers and microbatches can be in flight. It never holds tensors of th
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -14,7 +15,7 @@ from torch.profiler import record_function
 
 from equipoise.balance.compute import Counts, dual_add_bias, dual_linear, dual_mlp
 from equipoise.balance.plan import BalancePlan
-from equipoise.balance.replicas import Masters, as_masters, replicas_of
+from equipoise.balance.replicas import Copies, Masters, Replica, as_masters, replicas_of
 from equipoise.balance.transport.base import GradientPull
 from equipoise.errors import ConfigError, PlanError
 
@@ -56,6 +57,18 @@ class _Leave(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.step.restore()
         return grad, None
+
+
+class SortedSlots(NamedTuple):
+    """This rank's slots sorted by physical expert, on the device; see `dispatch.base.DeviceExchange`."""
+
+    row_TK: torch.Tensor
+    valid_TK: torch.Tensor | None
+    before_J: torch.Tensor
+
+
+def _nothing_to_add(local: int, gradient: torch.Tensor) -> None:
+    raise AssertionError("the transport has added the gradients itself")
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,8 @@ class Step:
     """See the module docstring. Made by `Balancer.route`.
 
     ids_TK: logical ids of the first forward. physical_ids_TK: same positions and dtype, for the dispatcher.
-    plan: the plan on the CPU. counts: rows that each local physical expert receives, masters first.
+    plan: the plan, on the CPU, or on the device if its transport reads it there; nothing is read on the host then.
+    permutation: of the physical ids, if the reroute made it. before_J: with it, for dispatchers on the device.
     """
 
     def __init__(
@@ -121,22 +135,46 @@ class Step:
         ids_TK: torch.Tensor,
         physical_ids_TK: torch.Tensor,
         plan: BalancePlan,
+        sorted_slots: "SortedSlots | None" = None,
     ) -> None:
         self._balancer, self.key, self.plan = balancer, key, plan
         self.ids_TK, self.physical_ids_TK = ids_TK, physical_ids_TK
         self.num_masters = plan.placement.num_masters
-        self.replicas = replicas_of(plan.placement)
-        self.counts: list[int] = plan.recv.sum(0).tolist()
+        self.sorted_slots = sorted_slots
+        self.has_replicas = sorted_slots is not None or bool(self.replicas)
+        self.copies = Copies(plan.slot_expert, () if sorted_slots is not None else self.replicas)
         self._masters: dict[str, Masters] = {}
         self._pulls: dict[str, GradientPull] = {}
 
     def __repr__(self) -> str:
-        return f"Step(key={self.key}, copies={len(self.replicas)})"
+        return f"Step(key={self.key})"
+
+    @cached_property
+    def replicas(self) -> list[Replica]:
+        """The plan's copies. A host sync if the plan is on an accelerator."""
+        return replicas_of(self.plan.placement)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows that each local physical expert receives, masters first. A host sync likewise."""
+        return self.plan.recv.sum(0).tolist()
 
     @property
-    def exchange(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 on the CPU: rows sent to each local expert of each rank, and received from each rank; both [P, M+R]."""
+    def exchange(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """int32 on the CPU: rows sent to each local expert of each rank, and received from each rank; both [P, M+R].
+        None where the host does not know the plan; `device_exchange` is for dispatchers on the device."""
+        if self.sorted_slots is not None:
+            return None
         return self.plan.send.view(self.plan.recv.shape), self.plan.recv
+
+    @property
+    def device_exchange(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The fields of `dispatch.base.DeviceExchange`, in their order; None where the plan was made on the host."""
+        if self.sorted_slots is None:
+            return None
+        return *self.sorted_slots[:2], self.plan.send, self.plan.quota, self.sorted_slots.before_J
 
     # The forward.
 
@@ -153,16 +191,16 @@ class Step:
         """
         balancer = self._balancer
         if not isinstance(masters, Entered):
-            if self.replicas:
+            if self.has_replicas:
                 masters = enter_masters(name, masters)
             else:
                 masters = Entered(_Link(name), flatten_masters(name, masters), False)
         if masters.link.name != name:
             raise ConfigError(f"masters that entered as {masters.link.name!r} are attached as {name!r}")
-        balancer.check_masters(name, masters.tensors)
+        balancer.check_masters(name, masters.tensors, masters.has_node)
         masters.link.step = self
         self._masters[name] = as_masters([t.detach() for t in masters.tensors], self._num_dims(name))
-        if self.replicas:
+        if self.has_replicas:
             balancer.slots.hold(self, name)
         return Attached(self, name, masters.tensors)
 
@@ -202,19 +240,22 @@ class Step:
             PlanError: the rows that arrived are not those that the plan sent (checked where the counts are on the CPU).
         """
         known = self._counts(counts, rows_RD.device)
-        if known.host != self.counts:
+        if rows_RD.device.type == "cpu" and known.host != self.counts:
             raise PlanError(f"{self.where}: rows {known.host} arrived, the plan sent {self.counts}")
         return dual_mlp(rows_RD, known, gate_up, down, kernel)
 
     def _counts(self, counts: torch.Tensor | Sequence[int], device: torch.device) -> Counts:
         if isinstance(counts, torch.Tensor):
-            return Counts(counts.tolist() if counts.device.type == "cpu" else self.counts, counts)
+            if counts.device.type != "cpu":
+                return Counts(lambda: self.counts, counts)
+            given = counts.tolist()
+            return Counts(lambda: given, counts)
         host = list(counts)
-        return Counts(host, torch.tensor(host) if device.type == "cpu" else torch.tensor(host).to(device))
+        return Counts(lambda: host, torch.tensor(host) if device.type == "cpu" else torch.tensor(host).to(device))
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
         """Optional, on the layer's combined output: the backward then restores the replicas as early as possible."""
-        if self.replicas and torch.is_grad_enabled() and y.requires_grad:
+        if self.has_replicas and torch.is_grad_enabled() and y.requires_grad:
             return _Leave.apply(y, self)
         return y
 
@@ -239,7 +280,7 @@ class Step:
 
     def slots(self, name: str) -> torch.Tensor | None:
         """Weights [R, N, K] of this step's replicas in this rank's slots; None when the plan has no replicas."""
-        return self._balancer.slots.weights(self, name) if self.replicas else None
+        return self._balancer.slots.weights(self, name) if self.has_replicas else None
 
     def masters(self, name: str) -> Masters:
         """This rank's masters, detached."""
@@ -253,12 +294,14 @@ class Step:
 
     def gradient_slots(self, name: str) -> torch.Tensor | None:
         """float32 [R, N, K] that this rank's replicas write their gradients to; free of earlier transfers."""
-        return self._balancer.acquire_gradients(self, name) if self.replicas else None
+        return self._balancer.acquire_gradients(self, name) if self.has_replicas else None
 
-    def send_gradients(self, name: str) -> None:
-        """Starts bringing the gradients home, after they were written."""
-        if self.replicas:
-            self._pulls[name] = self._balancer.pull_gradients(self, name)
+    def send_gradients(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Starts bringing the gradients home, after they were written. `gradients`: of this rank's masters, in the form
+        in which these were given; the transport may add to them until they are joined."""
+        if self.has_replicas:
+            given = [gradient for gradient in gradients if gradient is not None]
+            self._pulls[name] = self._balancer.pull_gradients(self, name, given)
 
     def join_gradients(self, name: str, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Gradients of the masters plus those of their replicas, added in FP32 in order of physical id.
@@ -267,6 +310,14 @@ class Step:
         """
         pull = self._pulls.pop(name, None)
         if pull is None:
+            return tuple(grads)
+        if pull.added_to is not None:
+            pull.finish(_nothing_to_add)
+            if [g.data_ptr() for g in grads] != [g.data_ptr() for g in pull.added_to]:
+                raise RuntimeError(
+                    f"{self.where}: the gradient of {name!r} was copied on its way to the masters, without what "
+                    "replicas add to it. Use each attached weight in one product of a step, without hooks on it"
+                )
             return tuple(grads)
         grads = [g.contiguous() for g in grads]
         rows = as_masters(grads, self._num_dims(name))

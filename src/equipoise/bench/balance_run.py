@@ -28,7 +28,7 @@ from equipoise.bench.balance import FORCED, NATURAL, OFF, ON
 from equipoise.bench.results import write_results
 from equipoise.data import DataConfig, build_dataset
 from equipoise.dispatch import build_dispatcher
-from equipoise.dispatch.base import Dispatched, Dispatcher, Exchange
+from equipoise.dispatch.base import AnyExchange, Dispatched, Dispatcher
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import World, join_world
 from equipoise.errors import ConfigError
@@ -120,7 +120,7 @@ class CountingDispatcher:
         self.sent_P: torch.Tensor | None = None
 
     def dispatch(
-        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: AnyExchange = None
     ) -> Dispatched:
         if self.sent_P is not None:
             ranks = ids_TK.flatten().long() // self.num_local_experts  # -1 goes nowhere
@@ -144,7 +144,12 @@ class Switch:
         self._balancing: dict[str, list[ExpertBalancing]] = {ON: [b for b in built if b is not None]}
         self._dispatchers: dict[str, CountingDispatcher] = {ON: CountingDispatcher(self.layers[0].dispatcher)}
         config = trainer.config
-        plain = build_dispatcher(config.parallel.dispatcher, config.model.num_experts, trainer.meshes.ep)
+        chosen, space = config.parallel.dispatcher, trainer.model.symmetric_space
+        options: dict[str, float] = {}
+        if space is not None and chosen in ("auto", "symmetric"):
+            kept = len(self.layers) if config.train.recompute == "none" else 1
+            options = {"capacity_factor": 0, "num_buffers": config.dispatch.num_buffers or kept + 1}
+        plain = build_dispatcher(chosen, config.model.num_experts, trainer.meshes.ep, space, **options)
         self._dispatchers[OFF] = CountingDispatcher(plain)
 
     def _balancing_of(self, mode: str) -> "list[ExpertBalancing]":
@@ -155,7 +160,7 @@ class Switch:
             trainer, model = self.trainer, self.trainer.config.model
             shapes = expert_shapes(model.hidden_size, model.moe_intermediate_size)
             assert trainer.config.balance is not None
-            balance = trainer.config.balance.model_copy(update={"planner": mode})
+            balance = trainer.config.balance.model_copy(update={"planner": mode, "transport": "collective"})
             balancer = Balancer(trainer.meshes.ep, model.num_experts, shapes, trainer.dtype, balance)
             self._balancing[mode] = [ExpertBalancing(balancer, b.layer, b.weights) for b in self._balancing[ON]]
         return self._balancing[mode]

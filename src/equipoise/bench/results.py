@@ -87,3 +87,17 @@ def write_results(
     partial.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(partial, path)
     return path
+
+
+def update_results(
+    path: Path,
+    parts: Sequence[str],
+    rows: list[dict[str, Any]],
+    summary: Mapping[str, Any],
+    packages: Sequence[str],
+) -> Path:
+    """Writes some parts of a file that several measurements share: rows whose `part` is one of `parts` are replaced,
+    and so are the keys of the summary; all else stays. Command, commit and versions are those of the last one."""
+    earlier = json.loads(path.read_text()) if path.exists() else {"rows": [], "summary": {}}
+    kept = [row for row in earlier["rows"] if row.get("part") not in parts]
+    return write_results(path, kept + rows, earlier["summary"] | dict(summary), packages)

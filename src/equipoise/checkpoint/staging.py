@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from equipoise.accelerator import Accelerator, Event
-from equipoise.accelerator.pinned import host_empty
+from equipoise.accelerator.pinned import host_empty_like
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Staging:
             device |= on_device
             buffer = kept.get(key)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = host_empty(tensor.shape, tensor.dtype, pin=on_device)
+                buffer = host_empty_like(tensor)
             self._buffers[key] = buffer.copy_(tensor.detach(), non_blocking=on_device)
         copied = None
         if device:

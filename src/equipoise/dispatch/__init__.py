@@ -6,33 +6,48 @@ from equipoise.dispatch.all_gather import AllGatherDispatcher
 from equipoise.dispatch.all_to_all import AllToAllDispatcher
 from equipoise.dispatch.base import Dispatched, Dispatcher
 from equipoise.dispatch.local import LocalDispatcher
+from equipoise.dispatch.symmetric import SymmetricDispatcher
 from equipoise.distributed.collectives import Group
+from equipoise.symmetric.space import SymmetricSpace
 
-DispatcherName = Literal["auto", "local", "all_to_all", "all_gather"]
+DispatcherName = Literal["auto", "local", "all_to_all", "all_gather", "symmetric"]
 
 
-def build_dispatcher(name: DispatcherName, num_experts: int, ep_group: Group | None) -> Dispatcher:
+def build_dispatcher(
+    name: DispatcherName,
+    num_experts: int,
+    ep_group: Group | None,
+    space: SymmetricSpace | None = None,
+    **options: float,
+) -> Dispatcher:
     """The dispatcher called `name` over a group or a mesh of one axis.
 
-    `auto` is `local` for one rank, otherwise `all_to_all`. Over a mesh the dispatcher goes on after parking.
+    `auto` is `local` for one rank, otherwise `symmetric` if there is a symmetric `space` of the group, else
+    `all_to_all`. Over a mesh the dispatcher goes on after parking. `options`: those of `SymmetricDispatcher`, which
+    serves all layers; others take none.
 
     Raises:
-        ValueError: `local` was asked for in a group of several ranks, or the experts do not divide evenly.
+        ValueError: `local` was asked for in a group of several ranks, `symmetric` without a space, or the experts do
+            not divide evenly.
     """
     num_ranks = 1 if ep_group is None else ep_group.size()
     if num_experts % num_ranks:
         raise ValueError(f"{num_experts} experts cannot be split over an EP group of {num_ranks} ranks")
     if name == "auto":
-        name = "local" if num_ranks == 1 else "all_to_all"
+        name = "local" if num_ranks == 1 else "all_to_all" if space is None else "symmetric"
     if name == "local" or ep_group is None:
         if num_ranks > 1:
             raise ValueError(
                 f"dispatcher 'local' cannot serve an EP group of {num_ranks} ranks: use all_to_all or all_gather"
             )
         return LocalDispatcher(num_experts)
+    if name == "symmetric":
+        if space is None:
+            raise ValueError("dispatcher 'symmetric' needs the symmetric space of its EP group")
+        return SymmetricDispatcher(num_experts, space, **options)  # type: ignore[arg-type]
     if name == "all_to_all":
         return AllToAllDispatcher(num_experts, ep_group)
     return AllGatherDispatcher(num_experts, ep_group)
 
 
-__all__ = ["Dispatched", "Dispatcher", "DispatcherName", "LocalDispatcher", "build_dispatcher"]
+__all__ = ["Dispatched", "Dispatcher", "DispatcherName", "LocalDispatcher", "SymmetricDispatcher", "build_dispatcher"]

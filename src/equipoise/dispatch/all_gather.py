@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from equipoise.dispatch.base import Dispatched, Exchange, GroupDispatcher
+from equipoise.dispatch.base import AnyExchange, Dispatched, GroupDispatcher
 from equipoise.distributed.collectives import Group
 from equipoise.kernels.permute import Permutation, combine, make_permutation, permute
 
@@ -65,7 +65,11 @@ class AllGatherDispatcher(GroupDispatcher):
         self.rank = dist.get_rank(self.group)
 
     def dispatch(
-        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None
+        self,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        exchange: AnyExchange = None,
     ) -> Dispatched:
         num_tokens = x_TD.shape[0]
         largest = torch.full((1,), num_tokens, device=x_TD.device)  # filled there: a copy would be a host sync

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from equipoise.dispatch.base import Dispatched, Exchange, GroupDispatcher
+from equipoise.dispatch.base import AnyExchange, Dispatched, Exchange, GroupDispatcher
 from equipoise.kernels.permute import Permutation, combine, make_permutation, permute, reorder
 
 
@@ -57,10 +57,14 @@ class AllToAllDispatcher(GroupDispatcher):
     """See the module docstring."""
 
     def dispatch(
-        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None
+        self,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        exchange: AnyExchange = None,
     ) -> Dispatched:
         permutation = make_permutation(ids_TK, self.num_experts)
-        if exchange is None:
+        if not isinstance(exchange, Exchange):
             send_PM = permutation.counts_E.view(self.num_ranks, self.num_local_experts)
             receive_PM = torch.empty_like(send_PM)
             dist.all_to_all_single(receive_PM, send_PM.contiguous(), group=self.group)

@@ -38,6 +38,25 @@ class Exchange(NamedTuple):
     receive_PM: torch.Tensor
 
 
+class DeviceExchange(NamedTuple):
+    """The same, known on the device alone (J physical experts): for dispatchers that never ask the host.
+
+    row_TK: the place of each slot among this rank's rows, sorted by physical id. valid_TK: False where a slot has no
+    expert; None: all have one. send_J: int32, this rank's rows for each expert. quota_J: int32, all ranks' rows for it.
+    before_J: int32, those of the ranks before this one.
+    """
+
+    row_TK: torch.Tensor
+    valid_TK: torch.Tensor | None
+    send_J: torch.Tensor
+    quota_J: torch.Tensor
+    before_J: torch.Tensor
+
+
+AnyExchange = Exchange | DeviceExchange | None
+"""What is known of an exchange beforehand. Dispatchers ask for what they cannot use."""
+
+
 class Dispatcher(Protocol):
     """Moves tokens between ranks. Holds no state of a microbatch, so any number can be in flight.
 
@@ -48,7 +67,11 @@ class Dispatcher(Protocol):
     num_local_experts: int
 
     def dispatch(
-        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None
+        self,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        exchange: AnyExchange = None,
     ) -> Dispatched:
         """Sends each token to the experts of its ids (int32 or int64); differentiable in x and weights.
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from equipoise.dispatch.base import Dispatched, Exchange
+from equipoise.dispatch.base import AnyExchange, Dispatched
 from equipoise.kernels.permute import Permutation, combine, make_permutation, permute
 
 
@@ -20,7 +20,11 @@ class LocalDispatcher:
         self.num_local_experts = num_experts
 
     def dispatch(
-        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, exchange: Exchange | None = None
+        self,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        exchange: AnyExchange = None,
     ) -> Dispatched:
         permutation = make_permutation(ids_TK, self.num_local_experts)
         rows = permute(x_TD, permutation)

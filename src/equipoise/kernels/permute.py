@@ -80,6 +80,24 @@ def _gather_sum(
     return total
 
 
+def gather_slots(
+    rows_SD: torch.Tensor,
+    row_TK: torch.Tensor,
+    valid_TK: torch.Tensor | None,
+    weights_TK: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Sums [T, D] over a token's slots of (weight times) the rows that `row_TK` names, in FP32, as `dtype`.
+
+    Rows of slots that are not valid may hold anything, NaN too. Outside of autograd.
+    """
+    if use_triton(rows_SD.device):
+        from equipoise.kernels.permute_triton import gather_sum
+
+        return gather_sum(rows_SD, row_TK, valid_TK, weights_TK, dtype)
+    return _gather_sum(rows_SD, row_TK, valid_TK, weights_TK).to(dtype)
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, token_R, row_TK, valid_TK):

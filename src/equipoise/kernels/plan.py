@@ -4,8 +4,11 @@ The result is that of `balance/planner.py: plan_loads` and then `balance/splits.
 are its references. Rules and targets come from the caller (`balance/rules.py`): nothing is decided here.
 """
 
+from typing import NamedTuple
+
 import torch
 
+from equipoise.kernels.peers import Signals
 from equipoise.kernels.triton_support import triton_problem
 
 MAX_RANKS, MAX_EXPERTS, MAX_SLOTS = 256, 1024, 2**12
@@ -76,27 +79,104 @@ def plan(
     Returns:
         slot_expert int32 [P*R], quota int32 [P*(M+R)], send int32 [P*(M+R)], recv int32 [P, M+R].
     """
-    from equipoise.kernels.plan_triton import COLUMNS, plan_kernel
-
-    P, E = load_PE.shape
-    R, M = num_slots, E // P
     assert load_PE.dtype == torch.int32, load_PE.dtype
     assert load_PE.is_contiguous()
+    settings = (rank, num_slots, tolerance_ppm, min_tokens, domain_size, copy_tokens)
+    out = _outputs(load_PE, load_PE.shape[0], load_PE.shape[1], num_slots)
+    _launch(load_PE, load_PE.shape[0], load_PE.shape[1], rules_V4, steps_K, workspace, out, None, *settings)
+    return out
+
+
+class CountExchange(NamedTuple):
+    """The memory through which the ranks of a group exchange counts, on a channel of the signals.
+
+    tables_P: addresses of every rank's int32 [2, P, E].
+    """
+
+    signals: Signals
+    channel: int
+    tables_P: torch.Tensor
+
+
+class ExchangedPlan(NamedTuple):
+    """What `plan` returns, and two more: before_J int32 [P*(M+R)], sends of the ranks before this one to each physical
+    expert; load_E int32, tokens of each expert."""
+
+    slot_expert: torch.Tensor
+    quota: torch.Tensor
+    send: torch.Tensor
+    recv: torch.Tensor
+    before_J: torch.Tensor
+    load_E: torch.Tensor
+
+
+def exchange_plan(
+    counts_E: torch.Tensor,
+    num_ranks: int,
+    exchange: CountExchange,
+    rules_V4: torch.Tensor,
+    steps_K: torch.Tensor,
+    workspace: torch.Tensor,
+    rank: int,
+    num_slots: int,
+    tolerance_ppm: int,
+    min_tokens: int,
+    domain_size: int,
+    copy_tokens: int,
+) -> ExchangedPlan:
+    """`plan` from this rank's counts (int32 [E], contiguous): the same launch gets the other ranks'. Collective over
+    the group; the wait for a rank is bounded and reported as in `kernels/signals_triton.py`."""
+    assert counts_E.dtype == torch.int32, counts_E.dtype
+    assert counts_E.is_contiguous()
+    E = counts_E.numel()
+    out = _outputs(counts_E, num_ranks, E, num_slots)
+    more = torch.empty_like(out[1]), torch.empty_like(counts_E)
+    settings = (rank, num_slots, tolerance_ppm, min_tokens, domain_size, copy_tokens)
+    _launch(counts_E, num_ranks, E, rules_V4, steps_K, workspace, out, (exchange, *more), *settings)
+    return ExchangedPlan(*out, *more)
+
+
+def _launch(
+    load: torch.Tensor,
+    P: int,
+    E: int,
+    rules_V4: torch.Tensor,
+    steps_K: torch.Tensor,
+    workspace: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    exchanged: tuple[CountExchange, torch.Tensor, torch.Tensor] | None,
+    rank: int,
+    num_slots: int,
+    tolerance_ppm: int,
+    min_tokens: int,
+    domain_size: int,
+    copy_tokens: int,
+) -> None:
+    """`load`: the matrix [P, E], or with `exchanged` this rank's counts [E]."""
+    from equipoise.kernels.plan_triton import COLUMNS, plan_kernel
+
+    R, M = num_slots, E // P
     num_targets, num_variants = steps_K.numel() + 1, rules_V4.shape[0]
     assert workspace.numel() >= 64 + E + num_targets * num_variants * P * R, "the workspace is another problem's"
-    out = _outputs(load_PE, num_slots)
+    if exchanged is None:  # other tensors stand in for what is not used
+        more = (out[1], load, load, workspace, workspace, workspace, 0)
+    else:
+        exchange, before_J, load_E = exchanged
+        signals = exchange.signals
+        more = (before_J, load_E, load, signals.control, signals.pads_P, exchange.tables_P, exchange.channel)
     rank_pad = max(_padded(P), 32)  # below a warp's 32 lanes, reductions are slower
     masters_pad = max(_padded(M), 2)  # with an axis of one element, Triton 3.6 compiles wrong code
     parts = -(-(M + R) // FINISHER_LOCALS)
     own_sums = P * E <= MAX_OWN_SUMS
-    summers = 0 if own_sums else -(-E // COLUMNS.value)
-    grid = (summers + num_targets * num_variants + 2 * parts * P,)
+    exchangers, summers = 0 if exchanged is None else P, 0 if own_sums else -(-E // COLUMNS.value)
+    grid = (exchangers + summers + num_targets * num_variants + 2 * parts * P,)
     plan_kernel[grid](
-        load_PE,
+        load,
         rules_V4,
         steps_K,
         workspace,
         *out,
+        *more,
         rank,
         tolerance_ppm,
         min_tokens,
@@ -119,22 +199,24 @@ def plan(
         RANK_BITS=rank_pad.bit_length() - 1,
         SLOT_BITS=R.bit_length() if R > 1 else 0,
         MASTER_BITS=masters_pad.bit_length() - 1,
+        HAS_EXCHANGE=exchanged is not None,
+        E_PAD=max(_padded(E), 2),
         num_warps=1,
     )
-    return out
 
 
-def _outputs(load_PE: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    P, E = load_PE.shape
+def _outputs(
+    like: torch.Tensor, P: int, E: int, num_slots: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     num_locals = E // P + num_slots
     return (
-        load_PE.new_empty(P * num_slots, dtype=torch.int32),
-        load_PE.new_empty(P * num_locals, dtype=torch.int32),
-        load_PE.new_empty(P * num_locals, dtype=torch.int32),
-        load_PE.new_empty((P, num_locals), dtype=torch.int32),
+        like.new_empty(P * num_slots, dtype=torch.int32),
+        like.new_empty(P * num_locals, dtype=torch.int32),
+        like.new_empty(P * num_locals, dtype=torch.int32),
+        like.new_empty((P, num_locals), dtype=torch.int32),
     )
 
 
 @plan.register_fake
 def _(load_PE, rules_V4, steps_K, workspace, rank, num_slots, *settings):
-    return _outputs(load_PE, num_slots)
+    return _outputs(load_PE, load_PE.shape[0], load_PE.shape[1], num_slots)

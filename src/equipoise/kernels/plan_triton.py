@@ -3,6 +3,7 @@
 Programs of one warp in three roles, in order of program id, so that each waits for lower ids only: they are dispatched
 first and wait for nobody higher, hence no deadlock (and Triton's interpreter, which runs one after another, works).
 
+    exchangers  one per rank, where counts are exchanged here: counts to that peer, wait for the peer's
     summers     columns of the load matrix to load_E, 16 each; none where the matrix is so small that (OWN_SUMS) every
                 candidate adds up for itself sooner than it would hear from others
     candidates  one (target, rule) each: makes its moves in registers, logs them, offers its key to the best
@@ -19,6 +20,9 @@ Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals (of
 import triton
 import triton.language as tl
 
+from equipoise.kernels.signals_triton import NUMBER_BITS as SIGNAL_BITS
+from equipoise.kernels.signals_triton import WORDS, current_run, give_up, give_way, pad_words
+
 INT_MAX = tl.constexpr(2**31 - 1)
 KEY_MAX = tl.constexpr(2**63 - 1)
 VARIANT_BITS = tl.constexpr(3)
@@ -30,8 +34,9 @@ COLUMNS = tl.constexpr(16)
 """Experts that one summer adds up."""
 
 BEST, SUMMED, ARRIVED, FINISHED, LOAD = (tl.constexpr(16 * k) for k in range(5))
-"""Where the workspace (int64) holds what: the best offer and three counters, each on its own cache line, then load_E
-(int32), then the logs (int64 [candidates, S])."""
+EXCHANGED = tl.constexpr(8)
+"""Where the workspace (int64) holds what: the best offer (and a counter that nobody reads any more by then) and three
+counters, each on its own cache line, then load_E (int32), then the logs (int64 [candidates, S])."""
 
 
 @triton.jit
@@ -242,7 +247,8 @@ def _instances(owner, local_L, moves, load_ptr, load_E_ptr, P: tl.constexpr, E: 
 
 @triton.jit
 def _sent(source, owner, instances, moves, load_ptr, P: tl.constexpr, E: tl.constexpr, P_PAD: tl.constexpr):
-    """int32 [L]: tokens that rank `source` sends to each physical expert of rank `owner`; see balance/splits.py."""
+    """int32 [L], twice: tokens that rank `source` sends to each physical expert of rank `owner`, and those that the
+    ranks before it send there; see balance/splits.py."""
     expert_S, slot_rank_S, own_S = moves
     expert_L, quota_L, own_L, first_L, home_own_L = instances
     is_used_L = expert_L >= 0
@@ -258,10 +264,40 @@ def _sent(source, owner, instances, moves, load_ptr, P: tl.constexpr, E: tl.cons
     start_L = before_L - earlier_own_L
     rest_L = tl.load(load_ptr + source * E + expert_L, mask=is_used_L, other=0) - here_own_L
     end_L = tl.minimum(start_L + rest_L, first_L + quota_L - own_L)
-    return tl.maximum(end_L - tl.maximum(start_L, first_L), 0) + tl.where(source == owner, own_L, 0)
+    sent_L = tl.maximum(end_L - tl.maximum(start_L, first_L), 0) + tl.where(source == owner, own_L, 0)
+    before_L = tl.minimum(tl.maximum(start_L - first_L, 0), quota_L - own_L) + tl.where(owner < source, own_L, 0)
+    return sent_L, before_L
 
 
-@triton.jit(do_not_specialize=["rank", "tolerance_ppm", "min_tokens", "copy_tokens", "num_targets"])
+@triton.jit
+def _exchange(
+    peer, counts_ptr, workspace_ptr, control_ptr, pads_ptr, tables_ptr, channel, rank, run,
+    P: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+):  # fmt: skip
+    """Writes this rank's counts into a peer's table and waits for the peer's in this one's."""
+    e = tl.arange(0, E_PAD)
+    counts = tl.load(counts_ptr + e, mask=e < E, other=0)
+    half = (run & 1) * (P * E)
+    theirs = tl.load(tables_ptr + peer).to(tl.pointer_type(tl.int32)) + half + rank * E
+    tl.store(theirs + e, counts, mask=e < E)
+    tl.debug_barrier()
+    goal = run << SIGNAL_BITS
+    tl.atomic_xchg(pad_words(pads_ptr, peer, channel, False, P) + rank, goal, sem="release", scope="sys")
+    word = pad_words(pads_ptr, rank, channel, False, P) + peer
+    limit = tl.load(control_ptr, volatile=True)
+    spins = tl.zeros([], tl.int64)
+    while (tl.load(word, volatile=True) < goal) & (spins < limit):
+        spins += 1
+        give_way()
+    if tl.atomic_add(word, tl.zeros([], tl.int64), sem="acquire", scope="sys") < goal:
+        give_up(control_ptr, channel, peer, run)
+        mine = tl.load(tables_ptr + rank).to(tl.pointer_type(tl.int32)) + half + peer * E
+        tl.store(mine + e, tl.zeros([E_PAD], tl.int32), mask=e < E)  # a plan of what is there ends
+    tl.debug_barrier()
+    tl.atomic_add(workspace_ptr + EXCHANGED, 1, sem="release")
+
+
+@triton.jit(do_not_specialize=["channel", "rank", "tolerance_ppm", "min_tokens", "copy_tokens", "num_targets"])
 def plan_kernel(
     load_ptr,  # int32 [P, E]
     rules_ptr,  # int32 [V, 4]: giver's sign, whether the receiver fits, its threshold, fill
@@ -271,6 +307,13 @@ def plan_kernel(
     quota_ptr,
     send_ptr,
     recv_ptr,
+    before_ptr,  # from here on only with HAS_EXCHANGE: int32 [P * (M + R)], sends of the ranks before this one
+    total_ptr,  # int32 [E], load of each expert
+    counts_ptr,  # int32 [E], this rank's tokens; the load is what all ranks have written into their peers' tables
+    control_ptr,
+    pads_ptr,
+    tables_ptr,  # int64 [P], every rank's int32 [2, P, E], used in turn
+    channel,
     rank,
     tolerance_ppm,
     min_tokens,
@@ -293,15 +336,30 @@ def plan_kernel(
     RANK_BITS: tl.constexpr,
     SLOT_BITS: tl.constexpr,
     MASTER_BITS: tl.constexpr,
+    HAS_EXCHANGE: tl.constexpr,
+    E_PAD: tl.constexpr,
 ):
     M: tl.constexpr = E // P
     S: tl.constexpr = P * R
+    EXCHANGERS: tl.constexpr = P if HAS_EXCHANGE else 0
     SUMMERS: tl.constexpr = 0 if OWN_SUMS else (E + COLUMNS - 1) // COLUMNS
     num_candidates = num_targets * NUM_VARIANTS
     load_E_ptr = (workspace_ptr + LOAD).to(tl.pointer_type(tl.int32))
     logs_ptr = workspace_ptr + LOAD + E
-    pid = tl.program_id(0)
-    if pid < SUMMERS:
+    run = tl.zeros([], tl.int64)
+    if HAS_EXCHANGE:
+        run = current_run(control_ptr, channel)
+        load_ptr = tl.load(tables_ptr + rank).to(tl.pointer_type(tl.int32)) + (run & 1) * (P * E)
+    pid = tl.program_id(0) - EXCHANGERS
+    if pid < 0:
+        if HAS_EXCHANGE:
+            _exchange(
+                pid + EXCHANGERS, counts_ptr, workspace_ptr, control_ptr, pads_ptr, tables_ptr, channel, rank, run,
+                P, E, E_PAD,
+            )  # fmt: skip
+    elif pid < SUMMERS:
+        if HAS_EXCHANGE:
+            _await(workspace_ptr + EXCHANGED, P)
         column = pid * COLUMNS + tl.arange(0, COLUMNS)
         rank_P = tl.arange(0, P_PAD)
         load_PC = tl.load(
@@ -309,7 +367,10 @@ def plan_kernel(
             mask=(rank_P < P)[:, None] & (column < E)[None, :],
             other=0,
         )
-        tl.store(load_E_ptr + column, tl.sum(load_PC, 0), mask=column < E)
+        load_C = tl.sum(load_PC, 0)
+        tl.store(load_E_ptr + column, load_C, mask=column < E)
+        if HAS_EXCHANGE:
+            tl.store(total_ptr + column, load_C, mask=column < E)
         tl.debug_barrier()
         tl.atomic_add(workspace_ptr + SUMMED, 1, sem="release")
     elif pid < SUMMERS + num_candidates:
@@ -331,11 +392,15 @@ def plan_kernel(
         expert_MP = rank_1P * M + master_M1
         is_expert_MP = (rank_1P < P) & (master_M1 < M)
         if OWN_SUMS:
+            if HAS_EXCHANGE:
+                _await(workspace_ptr + EXCHANGED, P)
             home_MP = tl.zeros([M_PAD, P_PAD], tl.int32)
             for source in tl.static_range(P):
                 home_MP += tl.load(load_ptr + source * E + expert_MP, mask=is_expert_MP, other=0)
             if index == 0:
                 tl.store(load_E_ptr + expert_MP, home_MP, mask=is_expert_MP)
+                if HAS_EXCHANGE:
+                    tl.store(total_ptr + expert_MP, home_MP, mask=is_expert_MP)
         else:
             _await(workspace_ptr + SUMMED, SUMMERS)
             home_MP = tl.load(load_E_ptr + expert_MP, mask=is_expert_MP, other=0)
@@ -380,6 +445,9 @@ def plan_kernel(
         if tl.atomic_add(workspace_ptr + FINISHED, 1, mask=key >= 0, sem="relaxed") == 2 * PARTS * P - 1:
             for cell in tl.static_range(4):
                 tl.store(workspace_ptr + cell * 16, tl.zeros([], tl.int64))
+            if HAS_EXCHANGE:
+                tl.store(workspace_ptr + EXCHANGED, tl.zeros([], tl.int64))
+                tl.store(control_ptr + (channel + 1) * WORDS, run)
         variant = (key & VARIANT_MASK).to(tl.int32)
         copies = ((key >> VARIANT_BITS) & COPIES_MASK).to(tl.int32)
         number = ((key >> (VARIANT_BITS + COPIES_BITS)) & NUMBER_MASK).to(tl.int32)
@@ -404,7 +472,10 @@ def plan_kernel(
             there = _instances(this, local_L, moves, load_ptr, load_E_ptr, P, E, R)
             tl.store(slot_expert_ptr + this * R + local_L - M, there[0], mask=(local_L >= M) & is_local_L)
             tl.store(quota_ptr + at_L, there[1], mask=is_local_L)
-            tl.store(send_ptr + at_L, _sent(rank, this, there, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
+            sent_L, before_L = _sent(rank, this, there, owns, load_ptr, P, E, P_PAD)
+            tl.store(send_ptr + at_L, sent_L, mask=is_local_L)
+            if HAS_EXCHANGE:
+                tl.store(before_ptr + at_L, before_L, mask=is_local_L)
         else:
             here = _instances(rank, local_L, moves, load_ptr, load_E_ptr, P, E, R)
-            tl.store(recv_ptr + at_L, _sent(this, rank, here, owns, load_ptr, P, E, P_PAD), mask=is_local_L)
+            tl.store(recv_ptr + at_L, _sent(this, rank, here, owns, load_ptr, P, E, P_PAD)[0], mask=is_local_L)

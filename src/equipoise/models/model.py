@@ -17,6 +17,7 @@ from equipoise.models.mtp import MTPLayer, shift_left, tokens_in_reach
 from equipoise.models.rotary import rotary_tables
 from equipoise.moe.experts import ExpertKernel
 from equipoise.moe.router import Routing
+from equipoise.symmetric.space import SymmetricSpace
 
 
 class ModelOutput(NamedTuple):
@@ -107,6 +108,8 @@ class MoEForCausalLM(nn.Module):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.symmetric_space: SymmetricSpace | None = None
+        """What the symmetric dispatcher and transport of this model share; set by whoever makes it parallel."""
 
     def forward(
         self,

@@ -11,6 +11,7 @@ over `ep`, as they are under FSDP.
 Scale: the trainer divides the loss by the number of valid tokens over all ranks, so every reduction is a plain sum.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from equipoise.balance_config import BalanceConfig
 from equipoise.dispatch import DispatcherName, build_dispatcher
+from equipoise.dispatch.config import DispatchConfig
 from equipoise.distributed.mesh import Meshes
+from equipoise.errors import ConfigError
 from equipoise.kernels.grouped_linear import choose_grouped_linear
 from equipoise.models.config import ModelConfig
 from equipoise.models.initialize import initialize_module
@@ -32,9 +35,12 @@ from equipoise.models.mtp import MTPLayer
 from equipoise.models.recompute import Recompute
 from equipoise.moe.experts import ExpertKernel, Experts
 from equipoise.moe.layer import MoELayer
+from equipoise.symmetric.space import SymmetricSpace, agreed_problem
 
 if TYPE_CHECKING:
     from equipoise.moe.balancing import ExpertBalancing
+
+logger = logging.getLogger(__name__)
 
 
 def _keep_local_experts(experts: Experts, meshes: Meshes) -> None:
@@ -73,12 +79,15 @@ def build_parallel_model(
     reshard_after_forward: bool = True,
     balance: BalanceConfig | None = None,
     initialize: bool = True,
+    dispatch: DispatchConfig | None = None,
+    timeout_s: float = 600.0,
 ) -> MoEForCausalLM:
     """A model with FP32 master weights sharded over the meshes and initialised from `seed`.
 
     Layers are materialised, initialised and sharded one at a time, so the peak is the sharded model plus one layer.
     Parameters are computed in `compute_dtype`; gradients are reduced in FP32. Collective over the world.
-    `balance` evens out the load of the ranks of each EP group; None imports nothing of it.
+    `balance` evens out the load of the ranks of each EP group; None imports nothing of it. `dispatch` sizes the
+    symmetric dispatcher; a kernel that waits for a peer gives up after `timeout_s`.
     `initialize`: False leaves the weights as the memory was, for a caller who fills them all.
 
     Raises:
@@ -110,14 +119,26 @@ def build_parallel_model(
     placement = _expert_shard_placement(num_local_experts, sizes.efsdp)
     num_physical_experts = config.num_experts
     balance_experts: Callable[[int, Experts], ExpertBalancing] | None = None
+    space = symmetric_space(meshes, device, dispatcher, balance, timeout_s)
     if balance is not None:
-        num_physical_experts, balance_experts = _balancing(config, meshes, compute_dtype, balance)
+        shared = space if balance.transport != "collective" and dispatcher in ("auto", "symmetric") else None
+        num_physical_experts, balance_experts = _balancing(config, meshes, compute_dtype, balance, shared)
+    model.symmetric_space = space
+    options: dict[str, float] = {}
+    if space is not None and dispatcher in ("auto", "symmetric"):
+        dispatcher, chosen = "symmetric", dispatch or DispatchConfig()
+        kept = len(config.moe_layers) if recompute == "none" else 1
+        options = {
+            "capacity_factor": chosen.factor(balance is not None),
+            "num_buffers": chosen.num_buffers or kept + 1,  # and the exchange under way
+        }
+    shared_dispatcher = build_dispatcher(dispatcher, num_physical_experts, meshes.ep, space, **options)
     for index, layer in enumerate(model.model.layers):
         assert isinstance(layer, DecoderLayer)
         layer.recompute = recompute
         mlp = layer.mlp
         if isinstance(mlp, MoELayer):
-            mlp.dispatcher = build_dispatcher(dispatcher, num_physical_experts, meshes.ep)
+            mlp.dispatcher = shared_dispatcher
             mlp.gate.balance_group = meshes.everyone
             if balance_experts is not None:
                 mlp.balancing = balance_experts(index, mlp.experts)
@@ -156,15 +177,47 @@ def build_parallel_model(
     return model
 
 
+def symmetric_space(
+    meshes: Meshes, device: torch.device, dispatcher: DispatcherName, balance: BalanceConfig | None, timeout_s: float
+) -> SymmetricSpace | None:
+    """The symmetric memory of this rank's EP group, if it was asked for, or balancing can use it. Says in the log what
+    was chosen.
+
+    Raises:
+        ConfigError: it was asked for and cannot be had.
+    """
+    transport = None if balance is None else balance.transport
+    asked = [
+        f"{name} is 'symmetric'"
+        for name, value in (("parallel.dispatcher", dispatcher), ("balance.transport", transport))
+        if value == "symmetric"
+    ]
+    may = transport == "auto" and dispatcher == "auto" and device.type != "cpu"
+    if meshes.sizes.ep == 1 or not (asked or may):
+        return None
+    problem = agreed_problem(meshes.ep, device)
+    if problem is None and balance is not None and balance.planner != "exact_load" and transport == "auto":
+        problem = f"planner {balance.planner!r} runs on the host"
+    if problem is None:
+        logger.info("EP group of %d ranks: symmetric memory (the ranks reach each other's)", meshes.sizes.ep)
+        return SymmetricSpace(meshes.ep, device, timeout_s)
+    if asked:
+        raise ConfigError(
+            f"{asked[0]}, which cannot be used here: {problem}. Choose auto, or all_to_all and collective"
+        )
+    logger.info("EP group of %d ranks: collectives, no symmetric memory: %s", meshes.sizes.ep, problem)
+    return None
+
+
 def _balancing(
-    config: ModelConfig, meshes: Meshes, dtype: torch.dtype, balance: BalanceConfig
+    config: ModelConfig, meshes: Meshes, dtype: torch.dtype, balance: BalanceConfig, space: SymmetricSpace | None
 ) -> tuple[int, "Callable[[int, Experts], ExpertBalancing]"]:
     """The number of physical experts, and what joins a layer to the one balancer of this rank's EP group."""
     from equipoise.balance import Balancer
     from equipoise.moe.balancing import ExpertBalancing, expert_shapes
 
     shapes = expert_shapes(config.hidden_size, config.moe_intermediate_size)
-    balancer = Balancer(meshes.ep, config.num_experts, shapes, dtype, balance)
+    balancer = Balancer(meshes.ep, config.num_experts, shapes, dtype, balance, space=space)
     return balancer.num_physical_experts, partial(ExpertBalancing, balancer)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from equipoise.balance import Attached, Balancer, Entered, Step
-from equipoise.dispatch.base import Exchange
+from equipoise.dispatch.base import DeviceExchange, Exchange
 from equipoise.moe.experts import Experts
 from equipoise.moe.router import Routing
 
@@ -42,9 +42,11 @@ class BalancedExperts:
         return self.step.physical_ids_TK
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Exchange | DeviceExchange | None:
         """Rows that the plan moves: the dispatcher need not ask for them."""
-        return Exchange(*self.step.exchange)
+        if self.step.device_exchange is not None:
+            return DeviceExchange(*self.step.device_exchange)
+        return None if self.step.exchange is None else Exchange(*self.step.exchange)
 
     def experts(self, rows_RD: torch.Tensor, counts_M: torch.Tensor) -> torch.Tensor:
         """In place of `Experts`; rows and counts are those of the physical experts here."""

@@ -246,6 +246,10 @@ class LoadRecorder:
         """Lets the thread write what it has got so far; does not wait for it."""
         self._queue.put(None)
 
+    def wait(self) -> None:
+        """Returns when the thread has written or kept all that it was given."""
+        self._queue.join()
+
     def close(self) -> None:
         """Writes the rest and ends the thread; harmless when repeated."""
         if self._thread.is_alive():
@@ -256,9 +260,12 @@ class LoadRecorder:
     # The writing thread.
 
     def _write_all(self) -> None:
-        while (record := self._queue.get()) is not _END:
-            self._guarded(record)
-        self._guarded(None)
+        while True:
+            record = self._queue.get()
+            self._guarded(None if record is _END else record)
+            self._queue.task_done()
+            if record is _END:
+                return
 
     def _guarded(self, record: "_StepRecord | None") -> None:
         if self._failed:

@@ -17,8 +17,42 @@ from equipoise.simulate.hardware import ExpertSize, Hardware
 
 
 @dataclass(frozen=True)
+class LayerRows:
+    """What a plan makes each rank do in some loads.
+
+    rows_BPm [B, P, M+R]: rows of each physical expert. sent_BP: rows of each source rank. out_BPX, in_BPX [B, P, 2]:
+    rows that leave and reach a rank, within its domain and beyond. copies_BPX [B, P, 2]: replicas that a rank sends
+    and receives. is_on: whether they were planned at all.
+    """
+
+    rows_BPm: np.ndarray
+    sent_BP: np.ndarray
+    out_BPX: np.ndarray
+    in_BPX: np.ndarray
+    copies_BPX: np.ndarray
+    is_on: bool
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The work of the slowest rank in each part, [B]: what rates and fixed times are multiplied with.
+
+    flop: of rows in whole tiles; active: experts with rows, on that rank. source_bytes: of its own rows, each once.
+    near_bytes, far_bytes: rows moved in four exchanges. planned: 1 with balancing on. copies: of the busiest rank.
+    """
+
+    flop: np.ndarray
+    active: np.ndarray
+    source_bytes: np.ndarray
+    near_bytes: np.ndarray
+    far_bytes: np.ndarray
+    planned: np.ndarray
+    copies: np.ndarray
+
+
+@dataclass(frozen=True)
 class LayerCost:
-    """Seconds [B] of each part, for the rank that takes longest."""
+    """Seconds [B] of each part."""
 
     experts: np.ndarray
     exchange: np.ndarray
@@ -31,39 +65,40 @@ class LayerCost:
         return self.experts + self.exchange + self.source + self.balance + self.copies
 
 
-def layer_cost(
-    hardware: Hardware,
-    expert: ExpertSize,
-    rows_BPm: np.ndarray,
-    sent_BP: np.ndarray,
-    out_BPX: np.ndarray,
-    in_BPX: np.ndarray,
-    copies_BP: np.ndarray,
-    is_on: bool,
-) -> LayerCost:
-    """Parts of a layer's time.
-
-    rows_BPm [B, P, M+R]: rows of each physical expert. sent_BP: rows of each source rank. out_BPX, in_BPX [B, P, 2]:
-    rows that leave and reach a rank, within its domain and beyond. copies_BP [B, P, 2]: replicas that a rank sends and
-    receives. is_on: whether the step was planned at all.
-    """
+def layer_work(hardware: Hardware, expert: ExpertSize, rows: LayerRows) -> LayerWork:
+    """The work of some loads. Of the hardware it takes tiles and duplex, and the rates to find the slowest rank."""
     tile = hardware.tile_rows
-    padded_BP = (-(-rows_BPm // tile) * tile).sum(2)
-    active_BP = (rows_BPm > 0).sum(2)
-    experts_BP = padded_BP * (expert.flop_per_row / hardware.flops_per_s) + active_BP * hardware.expert_s
-    source_BP = sent_BP * (expert.row_bytes / hardware.source_bytes_per_s)
-    rates_X = np.array([hardware.link_bytes_per_s, hardware.far_bytes_per_s])
-    # Four exchanges: rows out and back, and the same in the backward.
-    both_BPX = 4 * _both(out_BPX, in_BPX, hardware.full_duplex) * (expert.row_bytes / rates_X)
-    copy_s = hardware.copy_s + expert.copy_bytes / hardware.copy_bytes_per_s
-    moved_BP = _both(copies_BP[..., 0], copies_BP[..., 1], hardware.full_duplex)
-    zero_B = np.zeros(len(rows_BPm))
+    flop_BP = (-(-rows.rows_BPm // tile) * tile).sum(2) * float(expert.flop_per_row)
+    active_BP = (rows.rows_BPm > 0).sum(2)
+    slowest_B = (flop_BP / hardware.flops_per_s + active_BP * hardware.expert_s).argmax(1)
+    moved_BPX = 4.0 * expert.row_bytes * _both(rows.out_BPX, rows.in_BPX, hardware.full_duplex)
+    seconds_BP = moved_BPX[..., 0] / hardware.link_bytes_per_s + moved_BPX[..., 1] / hardware.far_bytes_per_s
+    furthest_B = seconds_BP.argmax(1) if seconds_BP.any() else moved_BPX.sum(2).argmax(1)
+    copies_BP = _both(rows.copies_BPX[..., 0], rows.copies_BPX[..., 1], hardware.full_duplex)
+    at = np.arange(len(flop_BP))
+    return LayerWork(
+        flop_BP[at, slowest_B],
+        active_BP[at, slowest_B],
+        rows.sent_BP.max(1) * float(expert.row_bytes),
+        moved_BPX[at, furthest_B, 0],
+        moved_BPX[at, furthest_B, 1],
+        np.full(len(flop_BP), float(rows.is_on)),
+        copies_BP.max(1),
+    )
+
+
+def layer_cost(hardware: Hardware, expert: ExpertSize, rows: LayerRows) -> LayerCost:
+    """Seconds of some loads, for the rank that takes longest in each part."""
+    work = layer_work(hardware, expert, rows)
+    copy_s = hardware.copy_exposed * (hardware.copy_s + expert.copy_bytes / hardware.copy_bytes_per_s)
     return LayerCost(
-        experts_BP.max(1),
-        hardware.exchange_s + both_BPX.sum(2).max(1),
-        source_BP.max(1),
-        zero_B + hardware.balance_s if is_on else zero_B,
-        hardware.copy_exposed * copy_s * moved_BP.max(1),
+        experts=work.flop / hardware.flops_per_s + work.active * hardware.expert_s,
+        exchange=hardware.exchange_s
+        + work.near_bytes / hardware.link_bytes_per_s
+        + work.far_bytes / hardware.far_bytes_per_s,
+        source=work.source_bytes / hardware.source_bytes_per_s,
+        balance=work.planned * hardware.balance_s,
+        copies=work.copies * copy_s,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from equipoise.balance.plan import experts_per_rank
 from equipoise.errors import ConfigError, TraceError
 from equipoise.moe.synthetic import WORKLOADS, Workload
 from equipoise.observe.reader import Trace
@@ -47,6 +48,7 @@ def exact_loads(workload: Workload, tokens: int, num_layers: int, num_steps: int
 
     tokens: of each rank in a microbatch.
     """
+    experts_per_rank(workload.num_experts, workload.num_ranks)
     for step in range(num_steps):
         routings = [workload.routing(step, rank) for rank in range(workload.num_ranks)]
         load_PE = np.array([routing.expert_counts(tokens) for routing in routings], np.int32)
@@ -71,6 +73,7 @@ def drawn_loads(
     not all layers have the same hot rank. `lognormal` has shares of its own in each layer and ignores `imbalance`.
     """
     E, P = num_experts, num_ranks
+    experts_per_rank(E, P)
     workload = Workload(name, imbalance, E, num_experts_per_tok, P) if name != LOGNORMAL else None
     token_shares = np.ones(P)
     if workload is not None:
@@ -118,8 +121,7 @@ def trace_loads(trace: Trace, num_ranks: int, steps: tuple[int, int] | None = No
         ConfigError: experts that do not divide over the ranks.
     """
     info = trace.info
-    if num_ranks < 1 or info.num_experts % num_ranks:
-        raise ConfigError(f"{info.num_experts} experts cannot be split evenly over {num_ranks} ranks: choose a divisor")
+    experts_per_rank(info.num_experts, num_ranks)
     if num_ranks == info.ep_size:
         yield from _recorded(trace, steps)
         return

@@ -18,7 +18,7 @@ from equipoise.balance.plan import Placement, check_placement, empty_placement
 from equipoise.balance.protocol import Planner, PlannerSettings, check_sizes
 from equipoise.balance.registry import planner_maker
 from equipoise.errors import ConfigError, EquipoiseError
-from equipoise.simulate.cost import LayerCost, layer_cost
+from equipoise.simulate.cost import LayerCost, LayerRows, layer_cost
 from equipoise.simulate.hardware import ExpertSize, Hardware
 from equipoise.simulate.loads import LoadBlock
 
@@ -180,27 +180,37 @@ def _blocks(loads: Loads) -> Iterable[LoadBlock]:
     return loads
 
 
-def _simulate_block(
-    block: LoadBlock, planning: _Planning, hardware: Hardware, expert: ExpertSize
-) -> dict[str, np.ndarray]:
-    settings = planning.settings
+def plan_block(block: LoadBlock, planner: PlannerChoice, settings: PlannerSettings) -> LayerRows:
+    """What each rank has to do in the block's loads, under a planner as `simulate` takes it."""
+    return _plan_block(block, _Planning(planner, settings))
+
+
+def _plan_block(block: LoadBlock, planning: _Planning) -> LayerRows:
     load_NPE = np.ascontiguousarray(block.load_NPE)
     N, P, E = load_NPE.shape
-    check_sizes(E, P, settings)
-    before_NP = load_NPE.reshape(N, P, P, E // P).sum((1, 3), dtype=np.int64)
+    domain_size = planning.settings.domain_size
+    check_sizes(E, P, planning.settings)
     sent_NP = load_NPE.sum(2, dtype=np.int64)
     placement = planning(block)
-    R = placement.num_slots
     slots_NS = placement.slot_expert.numpy()
     if planning.is_forced:
         rows_NPm = np.broadcast_to((sent_NP.sum(1) / E)[:, None, None], (N, P, E // P))
-        out_NPX, in_NPX = _even_traffic(sent_NP, settings.domain_size or P)
+        out_NPX, in_NPX = _even_traffic(sent_NP, domain_size or P)
     else:
         rows_NPm = placement.quota.numpy().reshape(N, P, -1)
-        out_NPX, in_NPX = _traffic(load_NPE, slots_NS, placement.quota.numpy(), settings.domain_size)
-    copies_NP = _copies(slots_NS, P, R, E // P)
-    cost = layer_cost(hardware, expert, rows_NPm, sent_NP, out_NPX, in_NPX, copies_NP, not planning.is_off)
-    return _columns(block, before_NP, rows_NPm.sum(2), out_NPX, copies_NP, cost)
+        out_NPX, in_NPX = _traffic(load_NPE, slots_NS, placement.quota.numpy(), domain_size)
+    copies_NPX = _copies(slots_NS, P, placement.num_slots, E // P)
+    return LayerRows(rows_NPm, sent_NP, out_NPX, in_NPX, copies_NPX, not planning.is_off)
+
+
+def _simulate_block(
+    block: LoadBlock, planning: _Planning, hardware: Hardware, expert: ExpertSize
+) -> dict[str, np.ndarray]:
+    N, P, E = block.load_NPE.shape
+    before_NP = block.load_NPE.reshape(N, P, P, E // P).sum((1, 3), dtype=np.int64)
+    rows = _plan_block(block, planning)
+    cost = layer_cost(hardware, expert, rows)
+    return _columns(block, before_NP, rows.rows_BPm.sum(2), rows.out_BPX, rows.copies_BPX, cost)
 
 
 def _columns(

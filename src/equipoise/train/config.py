@@ -10,6 +10,7 @@ from equipoise.checkpoint.config import CheckpointConfig
 from equipoise.checkpoint.hf.mapping import HFMapping
 from equipoise.config import Config
 from equipoise.data.config import DataConfig
+from equipoise.dispatch.config import DispatchConfig
 from equipoise.distributed.mesh import AxisSizes, ParallelConfig, derive_axes
 from equipoise.errors import CheckpointError, ConfigError
 from equipoise.models.config import ModelConfig
@@ -57,6 +58,7 @@ class TrainConfig(Config):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
+    dispatch: DispatchConfig = DispatchConfig()
     train: LoopConfig = LoopConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from equipoise.accelerator import Accelerator, Event
-from equipoise.accelerator.pinned import host_empty
+from equipoise.accelerator.pinned import host_empty_like
 
 BUCKET_BYTES = 256 << 20
 """Bytes of moments that visit the device together; up to three such buckets are there at a time."""
@@ -44,7 +44,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         """A moment of zeros in host memory, laid out like `parameter`; a DTensor for a DTensor."""
         moment = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         local = _local(moment)
-        local.data = self._host_like(local).copy_(local)
+        local.data = host_empty_like(local).copy_(local)
         return moment
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             for moment in slots.values():
                 local = _local(moment)
                 if local.device.type != "cpu":
-                    local.data = self._host_like(local).copy_(local)
+                    local.data = host_empty_like(local).copy_(local)
             self.state[parameters[index]].update(slots)
 
     def _fetch(self, group: dict[str, Any]) -> "_Moved":
@@ -110,7 +110,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             for _, local in self._moments(group):
                 home = homes.get(id(local))
                 if home is None:
-                    home = self._host_like(local)
+                    home = host_empty_like(local)
                 visitors.append(local.data)
                 local.data = home.copy_(local, non_blocking=True)
         return self._moved(homes, visitors)
@@ -129,10 +129,6 @@ class OffloadedAdamW(torch.optim.AdamW):
             for value in self.state.get(parameter, {}).values()
             if value.numel() > 1
         ]
-
-    @staticmethod
-    def _host_like(local: torch.Tensor) -> torch.Tensor:
-        return host_empty(local.shape, local.dtype, pin=local.device.type != "cpu")
 
 
 class _Moved(NamedTuple):

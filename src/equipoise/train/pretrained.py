@@ -1,4 +1,4 @@
-"""Settings of the model that `model.load_from` brings along."""
+"""Settings that `model.load_from` brings along: the model's, and its tokenizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,8 @@ from equipoise.models.config import TRAINING_ONLY, ModelConfig
 
 
 def with_pretrained(values: Any) -> Any:
-    """The values of a configuration, with those of the model that its `model.load_from` names.
+    """The values of a configuration, with those of the model that its `model.load_from` names, and the tokenizer in its
+    folder where none is given.
 
     Settings that say how the model is trained may be given otherwise, and fewer layers for further tokens.
 
@@ -26,8 +27,14 @@ def with_pretrained(values: Any) -> Any:
     try:
         opened = HFFolder(folder)
     except CheckpointError as error:
-        raise ValueError(f"model.load_from: {error}") from error
+        raise ValueError(
+            f"model.load_from: {error}. (A run that has a checkpoint goes on without the folder, from its config.toml "
+            "with --model.load_from none)"
+        ) from error
     opened.close()
+    data = values.get("data", {})
+    if isinstance(data, Mapping) and "tokenizer" not in data and (folder / "tokenizer.json").is_file():
+        values = {**values, "data": {**data, "tokenizer": str(folder)}}
     own = opened.config.model_dump()
     merged = own | dict(given)
     if isinstance(own["rope_scaling"], dict) and isinstance(given.get("rope_scaling"), Mapping):

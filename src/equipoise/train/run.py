@@ -11,6 +11,7 @@ from equipoise.checkpoint.layout import step_path
 from equipoise.data import build_dataset
 from equipoise.distributed.agree import raise_together
 from equipoise.distributed.world import World, join_world
+from equipoise.errors import CheckpointError
 from equipoise.train.config import TrainConfig
 from equipoise.train.log import configure_logging
 from equipoise.train.progress import ByteProgress
@@ -66,16 +67,20 @@ def run_training(
 
 def save_hf(checkpoint: Path, target: Path) -> None:
     """Writes the model of a checkpoint as a Hugging Face folder, unless it is there already."""
+    if target.exists():
+        logger.warning("%s is there already and stays as it is", target)
+        return
     source = open_source(checkpoint)
     try:
-        if target.exists():
-            logger.warning("%s is there already and stays as it is", target)
-            return
         with ByteProgress(f"save {target}") as progress:
             export(source, target, "hf", dtype_of(source.hf_config), progress=progress)
-        logger.info("saved the model for Hugging Face in %s", target)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. The training is saved: write the model with `equipoise convert {checkpoint} DST --to hf`"
+        ) from error
     finally:
         source.close()
+    logger.info("saved the model for Hugging Face in %s", target)
 
 
 def on_rank_0(world: World, action: Callable[[], object]) -> None:

@@ -185,6 +185,8 @@ class TrainStep:
         # The step's one wait for the device: whether the update may be made has to be known on the host.
         scalars = [torch.stack([loss, aux, z, mtp, norm, *largest]), *(x.reshape(-1) for x in balance_sums[1:])]
         values = torch.cat(scalars).tolist()
+        if self.model.symmetric_space is not None:
+            self.model.symmetric_space.check()  # whatever a kernel has found out is known now, before the update
         balance = None
         if self.balancer is not None:
             balance = BalanceResult(balance_sums[0], *values[8:])

@@ -81,6 +81,8 @@ class Trainer:
                 reshard_after_forward=config.parallel.reshard_after_forward,
                 balance=config.balance,
                 initialize=config.model.load_from is None,
+                dispatch=config.dispatch,
+                timeout_s=config.parallel.timeout_s,
             )
         world.accelerator.manual_seed(loop.seed + world.rank)
         self.optimizer = build_optimizer(self.model, config.optimizer, world.accelerator)

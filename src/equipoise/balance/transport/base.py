@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from equipoise.balance.replicas import Masters, Replica
+from equipoise.balance.replicas import Copies, Masters
 
 Operation = Callable[[str], AbstractContextManager[None]]
 """Surrounds a wait with its name, so that messages about missing ranks can tell what each was doing."""
@@ -32,6 +32,9 @@ class Pending(Protocol):
 class GradientPull(Protocol):
     """Gradients of replicas on their way home."""
 
+    added_to: Sequence[torch.Tensor] | None
+    """The masters' gradients, if the transport adds to them; they are right after `finish`, which then adds nothing."""
+
     def finish(self, add: Callable[[int, torch.Tensor], None]) -> None:
         """Waits, and calls `add(local, gradient)` for each replica of this rank's masters in order of physical id.
 
@@ -51,7 +54,15 @@ class Transport(Protocol):
     operation: Operation
     waited_s: float
 
-    def push_weights(self, name: str, replicas: Sequence[Replica], masters: Masters, what: str) -> Pending:
+    def prepare(self, name: str, device: torch.device, wants_gradients: bool) -> None:
+        """Before the first transfer of a weight name, by all ranks: allocates what its transfers need."""
+        ...
+
+    def check(self) -> None:
+        """Raises `RankFailure` if a transfer is known to have failed. Never waits."""
+        ...
+
+    def push_weights(self, name: str, copies: Copies, masters: Masters, what: str) -> Pending:
         """Starts copying masters of this rank to their hosts' slots, and into this rank's slots from their homes.
 
         The caller has ended every use of this rank's slots, and leaves the masters unchanged until the wait.
@@ -59,6 +70,7 @@ class Transport(Protocol):
         """
         ...
 
-    def pull_gradients(self, name: str, replicas: Sequence[Replica], what: str) -> GradientPull:
-        """Starts bringing the FP32 slot gradients of all replicas to their homes."""
+    def pull_gradients(self, name: str, copies: Copies, gradients: Sequence[torch.Tensor], what: str) -> GradientPull:
+        """Starts bringing the FP32 slot gradients of all replicas to their homes. `gradients`: those of this rank's
+        masters, stacked or one by one, which the transport may add to."""
         ...

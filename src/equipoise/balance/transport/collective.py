@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from equipoise.balance.replicas import Masters, Replica, ReplicaBuffers
+from equipoise.balance.replicas import Copies, Masters, Replica, ReplicaBuffers
 from equipoise.balance.transport.base import Operation
 from equipoise.distributed.collectives import Group, live_group
 from equipoise.errors import RankFailure
@@ -77,22 +77,33 @@ class CollectiveTransport:
         ]
         return PendingMessages(self, ops, peers, what)
 
-    def push_weights(self, name: str, replicas: Sequence[Replica], masters: Masters, what: str) -> PendingMessages:
+    def prepare(self, name: str, device: torch.device, wants_gradients: bool) -> None:
+        if self.buffers.device is None:
+            self.buffers.device = device
+
+    def check(self) -> None:
+        """Failed messages raise where they are waited for."""
+
+    def push_weights(self, name: str, copies: Copies, masters: Masters, what: str) -> PendingMessages:
         slots = self.buffers.weights(name)
         messages: list[tuple[bool, torch.Tensor, int]] = []
-        for replica in replicas:
+        for replica in copies.replicas:
             if replica.home == self.rank:
                 messages.append((True, masters[replica.local].contiguous(), replica.host))
             if replica.host == self.rank:
                 messages.append((False, slots[replica.slot], replica.home))
         return self.post(messages, self.tags[name], what)
 
-    def pull_gradients(self, name: str, replicas: Sequence[Replica], what: str) -> "CollectivePull":
-        return CollectivePull(self, name, replicas, what)
+    def pull_gradients(
+        self, name: str, copies: Copies, gradients: Sequence[torch.Tensor], what: str
+    ) -> "CollectivePull":
+        return CollectivePull(self, name, copies.replicas, what)
 
 
 class CollectivePull:
     """Gradients come home in rounds of as many per home as it has arrival rows; the first round starts at once."""
+
+    added_to: Sequence[torch.Tensor] | None = None
 
     def __init__(self, transport: CollectiveTransport, name: str, replicas: Sequence[Replica], what: str) -> None:
         self.transport, self.name, self.what = transport, name, what

@@ -83,7 +83,7 @@ class HFMapping:
         """Tensors of the checkpoint that repeat another of it: copy to original. They may be absent."""
         copies = dict(self.family.copies(self.config))
         if self.config.tie_word_embeddings:
-            copies["lm_head.weight"] = "model.embed_tokens.weight"
+            copies["lm_head.weight"] = self.family.key("model.embed_tokens.weight")
         return copies
 
     @cached_property
@@ -93,8 +93,11 @@ class HFMapping:
 
     def pieces(self, name: str) -> list[Piece]:
         """The tensors of the checkpoint that together are our parameter `name`, each region once."""
-        shape = self.tensors[name].shape
-        return list(_pieces(name, shape, self.experts, 0))
+        return list(self._pieces(name, self.tensors[name].shape, 0))
+
+    def _pieces(self, name: str, shape: tuple[int, ...], first_expert: int) -> Iterator[Piece]:
+        for piece in _pieces(name, shape, self.experts, first_expert):
+            yield piece._replace(key=self.family.key(piece.key))
 
     def to_hf(
         self, name: str, tensor: torch.Tensor, first_expert: int = 0, copies: bool = True
@@ -111,7 +114,7 @@ class HFMapping:
         is_whole = parts and tensor.shape[0] == whole[0]
         if not is_whole and not (parts and _is_stacked(name) and self.experts == "per_expert"):
             raise CheckpointError(f"{name!r} has shape {list(tensor.shape)}; expected {list(whole)}")
-        for piece in _pieces(name, tuple(tensor.shape), self.experts, first_expert):
+        for piece in self._pieces(name, tuple(tensor.shape), first_expert):
             start = (piece.start[0] - first_expert, *piece.start[1:]) if piece.start else ()
             region = tensor[tuple(slice(a, a + n) for a, n in zip(start, piece.size))]
             yield piece.key, piece.as_stored(region)

@@ -1,10 +1,11 @@
 """Families of Hugging Face models that are native here, one file each: what its config and tensors are called."""
 
-from equipoise.models.families import deepseek_v3, qwen3_moe
+from equipoise.models.families import deepseek_v3, qwen3_moe, qwen3_vl_moe
 from equipoise.models.families.family import ExpertLayout, Family, misfits
 from equipoise.models.families.native import NATIVE
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, deepseek_v3.FAMILY)
+FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, deepseek_v3.FAMILY, qwen3_vl_moe.FAMILY)
+"""A model is written as the first of them that can express it."""
 
 __all__ = ["FAMILIES", "NATIVE", "ExpertLayout", "Family", "family_of_type", "misfits"]
 

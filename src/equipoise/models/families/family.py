@@ -1,7 +1,7 @@
 """What a file of a family declares: how its `config.json` and its tensors map to ours.
 
-Our parameter names are those that transformers gives the modules of these families, so only the experts and what a
-family lists under `renamed` are called otherwise in its files.
+Our parameter names are those that transformers gives the modules of these families, so only the experts
+and what begins with a family's `prefix` are called otherwise in its files.
 """
 
 import re
@@ -16,7 +16,7 @@ ExpertLayout = Literal["per_expert", "fused", "transposed"]
 
 per_expert: `experts.<e>.gate_proj.weight` and `up_proj` [I, D], `down_proj` [D, I].
 fused:      `experts.gate_up_proj` [E, 2 * I, D] with the gate's rows first, `experts.down_proj` [E, D, I]; as ours.
-transposed: the names of fused, with [E, D, 2 * I] and [E, I, D].
+transposed: the names of fused, with [E, D, 2 * I] and [E, I, D] (Qwen3-VL-MoE).
 
 fused and transposed are told apart by the family alone: shapes may agree.
 """
@@ -41,8 +41,15 @@ class Family:
     """Names of tensors that stay FP32 whatever dtype the others are written in."""
     ignored_pattern: re.Pattern[str] = re.compile(r"rotary_emb\.inv_freq$")
     """Names of tensors in files that are no weights of the model."""
+    prefix: tuple[str, str] = ("", "")
+    """What our names begin with, and what stands for it in files."""
     copies: Callable[[ModelConfig], Mapping[str, str]] = field(default=lambda config: {})
     """Tensors of files that repeat another: name of the copy to name of the original. Written; may be absent."""
+
+    def key(self, name: str) -> str:
+        """A name in files, from what it would be without `prefix`."""
+        ours, theirs = self.prefix
+        return theirs + name.removeprefix(ours) if name.startswith(ours) else name
 
 
 def misfits(family: Family, config: ModelConfig) -> list[str]:

@@ -1,0 +1,163 @@
+"""The simulator against measured training steps: EP 2 on two CPU cores, W0 to W7, balancing off, on and forced.
+
+    python benchmarks/simulate_cpu.py [--minutes 6]
+
+One core is pinned per rank. Calibration loads and the workloads take turns in the same rounds. The rates are fitted
+to the calibration loads alone (those of `equipoise bench calibrate`); then `simulate` predicts every workload and mode
+from the loads that were laid down. Writes rows and `simulate_error_max`, the largest relative error of a predicted
+step, into benchmarks/results/observe.json; other keys stay. The calibration goes to hardware-cpu-ep2.json beside it.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from equipoise import launch
+from equipoise.accelerator import get_accelerator
+from equipoise.balance.config import planner_settings
+from equipoise.bench.balance import FORCED, OFF, ON
+from equipoise.bench.calibrate_run import (
+    Load,
+    Stopwatch,
+    calibration_loads,
+    check_study,
+    describe_sizes,
+    expert_size,
+    fit_hardware,
+    num_moe_layers,
+    predict,
+    study_of,
+    tokens_per_rank,
+)
+from equipoise.bench.results import results_folder, update_results
+from equipoise.data import build_dataset
+from equipoise.distributed.world import join_world
+from equipoise.moe.synthetic import BURST_EVERY, WORKLOADS, Workload
+from equipoise.simulate.hardware import Hardware
+from equipoise.simulate.loads import exact_loads
+from equipoise.simulate.run import simulate, summarize
+from equipoise.train.config import TrainConfig
+from equipoise.train.load import load_config
+from equipoise.train.log import configure_logging
+from equipoise.train.stop import StopSignals
+from equipoise.train.trainer import Trainer
+
+RECIPE = Path(__file__).with_name("balance-cpu.toml")
+SETTINGS = [
+    *("--balance.num-redundant-experts-per-rank", "4"),
+    *("--model.num-experts-per-tok", "4", "--train.global-batch-size", "32"),
+]
+IMBALANCE = 1.6
+STEPS = {"burst": BURST_EVERY, "rotating": 2}
+PARTS = ("calibration", "simulate")
+
+
+def make_workload(name: str, config: TrainConfig) -> Workload:
+    """A workload at the imbalance that its sizes can have."""
+    model = config.model
+    make = functools.partial(Workload, name, num_experts=model.num_experts, num_ranks=2)
+    largest = make(imbalance=1.0, num_experts_per_tok=model.num_experts_per_tok).largest_imbalance
+    return make(imbalance=min(IMBALANCE, largest), num_experts_per_tok=model.num_experts_per_tok)
+
+
+def workload_loads(config: TrainConfig) -> list[Load]:
+    """Every workload in every mode, step by step."""
+    model = config.model
+    loads = []
+    for name in WORKLOADS:
+        workload = make_workload(name, config)
+        even = Workload("balanced", 1.0, model.num_experts, model.num_experts_per_tok, 2).shares()
+        laid = [[workload.routing(step, rank) for rank in range(2)] for step in range(STEPS.get(name, 1))]
+        forced = [[replace(routing, shares_E=even) for routing in ranks] for ranks in laid]
+        loads += [Load(f"{name}, {mode}", mode, forced if mode == FORCED else laid) for mode in (OFF, ON, FORCED)]
+    return loads
+
+
+def predicted(name: str, mode: str, config: TrainConfig, tokens: int, hardware: Hardware) -> dict:
+    """What `simulate` says of a workload's steps."""
+    expert = expert_size(config)
+    workload = make_workload(name, config)
+    assert config.balance is not None
+    settings = planner_settings(config.balance)
+    blocks = exact_loads(workload, tokens, num_moe_layers(config), STEPS.get(name, 1))
+    planner = {OFF: "off", ON: config.balance.planner, FORCED: "forced"}[mode]
+    frame = simulate(blocks, planner, settings, hardware=hardware, expert=expert)
+    return summarize(frame, hardware, expert, settings.num_slots)
+
+
+def measure(config: TrainConfig, minutes: float, out: Path) -> None:
+    """On a rank: rounds until the time is over; rank 0 writes. Collective."""
+    configure_logging()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
+    with StopSignals() as stop, join_world(get_accelerator(), config.parallel.timeout_s) as world:
+        loop, model = config.train, config.model
+        datasets = build_dataset(config.data, loop.sequence_length, vocab_size=model.vocab_size, seed=loop.seed)
+        trainer = Trainer(config, world, datasets, out.parent, stop)
+        calibration = calibration_loads(2, model.num_experts, model.num_experts_per_tok)
+        workloads = workload_loads(config)
+        try:
+            with world.operation("simulate_cpu", deadline_s=3600):
+                watch = Stopwatch(trainer, study_of(config))
+                measured = watch.turns([*calibration, *workloads], rounds=1000, deadline_s=60 * minutes)
+        finally:
+            trainer.loader.close()
+        if world.rank == 0:
+            write(config, calibration, workloads, measured, out, world.accelerator.device_name())
+
+
+def write(
+    config: TrainConfig,
+    calibration: list[Load],
+    workloads: list[Load],
+    measured: dict[str, list[float]],
+    out: Path,
+    device: str,
+) -> None:
+    """Fits, predicts, prints and writes the results."""
+    seconds = {name: statistics.median(values) for name, values in measured.items()}
+    tokens = tokens_per_rank(config, 2)
+    source = f"measured on 2 x {device} by benchmarks/simulate_cpu.py"
+    hardware = fit_hardware(calibration, seconds, config, 2, "cpu-ep2", source)
+    hardware = replace(hardware, measured_with=describe_sizes(config, 2))
+    rows = []
+    for load in calibration:
+        fitted = predict(load, config, tokens, hardware)
+        rows.append({"part": "calibration", "load": load.name, "fitted_s": fitted})
+    for load in workloads:
+        name, mode = load.name.split(", ")
+        found = predicted(name, mode, config, tokens, hardware)
+        rows.append({"part": "simulate", "workload": name, "mode": mode, "predicted_s": found["step_s"]})
+    for row, load in zip(rows, [*calibration, *workloads]):
+        guess = row.get("fitted_s", row.get("predicted_s"))
+        values = measured[load.name]
+        row |= {"measured_s": seconds[load.name], "spread": max(values) / min(values) - 1, "rounds": len(values)}
+        row["error"] = guess / row["measured_s"] - 1
+        print(f"{load.name:32} {row['measured_s'] * 1e3:9.2f} ms, predicted {guess * 1e3:9.2f} ms {row['error']:+7.1%}")
+    worst = max(abs(row["error"]) for row in rows if row["part"] == "simulate")
+    (out.parent / "hardware-cpu-ep2.json").write_text(hardware.to_json())
+    update_results(out, PARTS, rows, {"simulate_error_max": worst}, ["torch", "equipoise", "numba", "scipy"])
+    print(json.dumps({"simulate_error_max": worst, "rounds": len(values)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
+    parser.add_argument("settings", nargs="*", help="settings of the recipe, for a short trial")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    config = check_study(load_config(TrainConfig, str(RECIPE), [*SETTINGS, *options.settings]), 2)
+    if launch.has_launcher(os.environ):
+        launch.end_with_parent()
+        measure(config, options.minutes, options.out)
+    else:
+        launch.launch(2, [sys.executable, __file__, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What a load trace costs: steps that are recorded against steps that are not, in one run on two CPU cores (EP 2).
+
+    python benchmarks/trace_overhead.py [--pairs 30]
+
+Blocks of 10 steps take turns: all recorded (one of them with matrices, as one in ten recorded steps is by default), the
+files written at the block's end and waited for; and none recorded. By default one step in ten is recorded, so the
+overhead is a tenth of the blocks' relative difference; the median over pairs of neighbouring blocks is
+`trace_overhead` in benchmarks/results/observe.json; other keys stay. One core is pinned per rank, balancing is on.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from equipoise import launch
+from equipoise.accelerator import get_accelerator
+from equipoise.bench.results import results_folder, update_results
+from equipoise.data import build_dataset
+from equipoise.distributed.agree import gather_json
+from equipoise.distributed.world import join_world
+from equipoise.observe.config import TraceConfig
+from equipoise.train.config import TrainConfig
+from equipoise.train.load import load_config
+from equipoise.train.log import configure_logging
+from equipoise.train.stop import StopSignals
+from equipoise.train.trace import make_recorder
+from equipoise.train.trainer import Trainer
+
+BLOCK = 10
+DEFAULT = TraceConfig()
+SETTINGS = ["--data.source", "random", "--data.eval-fraction", "0", "--balance.num-redundant-experts-per-rank", "1"]
+
+
+def measure(config: TrainConfig, pairs: int, out: Path) -> None:
+    """On a rank. Collective."""
+    configure_logging()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
+    with (
+        StopSignals() as stop,
+        join_world(get_accelerator(), config.parallel.timeout_s) as world,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        loop = config.train
+        datasets = build_dataset(config.data, loop.sequence_length, vocab_size=config.model.vocab_size, seed=loop.seed)
+        trainer = Trainer(config, world, datasets, Path(folder), stop)
+        runner, number = trainer.step_runner, 0
+        shared = Path(gather_json(folder, world)[0])
+        trace = make_recorder(config, trainer.plan, world, runner, trainer.dtype, shared, 0)
+        tokens = loop.global_batch_size * loop.sequence_length
+
+        def block(recorded: bool) -> float:
+            nonlocal number
+            dist.barrier(group=trainer.meshes.world_group)
+            started = time.perf_counter()
+            for _ in range(BLOCK):
+                number += 1
+                trainer.timer.start_step()
+                if recorded:
+                    trace.begin(number)
+                sums, counts = runner.forward_backward(trainer.loader.next_step(), tokens)
+                result, norm = runner.reduce(sums, counts, tokens, stop=False)
+                runner.update(result, norm, lr=1e-4)
+                if recorded:
+                    trace.end()
+                trainer.timer.finish_step()
+            if recorded:
+                trace.flush()
+                trace.wait()
+            return max(gather_json(time.perf_counter() - started, world))
+
+        with world.operation("trace_overhead", deadline_s=3600):
+            block(True), block(False)
+            found = []
+            for pair in range(pairs):
+                order = (True, False) if pair % 2 else (False, True)
+                seconds = {recorded: block(recorded) for recorded in order}
+                found.append((seconds[True], seconds[False]))
+        trainer.loader.close()
+        trace.close()
+        if world.rank == 0:
+            rows = [{"part": "trace_overhead", "recorded_s": a, "plain_s": b, "steps": BLOCK} for a, b in found]
+            of_recorded = statistics.median(a / b - 1 for a, b in found)
+            summary = {"trace_overhead": of_recorded / DEFAULT.every}
+            step_ms = 1e3 * statistics.median(b for _, b in found) / BLOCK
+            print(json.dumps(summary | {"of_a_recorded_step": of_recorded, "plain_step_ms": step_ms}))
+            update_results(out, ["trace_overhead"], rows, summary, ["torch", "equipoise", "pyarrow"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--recipe", default="demo")
+    parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sampling = ["--trace.every", "1", "--trace.matrices-every", str(DEFAULT.matrices_every // DEFAULT.every)]
+    sampling += ["--trace.sequences-every", "0"]
+    config = load_config(TrainConfig, options.recipe, [*SETTINGS, *sampling])
+    config.check_world(2)
+    if launch.has_launcher(os.environ):
+        launch.end_with_parent()
+        measure(config, options.pairs, options.out)
+    else:
+        launch.launch(2, [sys.executable, __file__, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Settings of the symmetric dispatcher."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from equipoise.config import Config
+
+
+class DispatchConfig(Config):
+    """How the symmetric dispatcher sizes its buffers. Others have none."""
+
+    capacity_factor: float = Field(2.0, ge=1)
+    """Rows that a rank can receive in one dispatch, over those of an even load. A balanced load comes close to 1; what
+    exceeds the buffers is an error, never lost."""
+    overflow: Literal["auto", "error", "worst_case"] = "auto"
+    """What bounds the buffers: capacity_factor (error), or every token going to one rank (worst_case, ep_size times the
+    rows of an even load). auto is error with balancing and worst_case without."""
+    num_buffers: int = Field(0, ge=0)
+    """Dispatches whose rows are kept without a copy; 0 is one for each MoE layer whose backward waits for them: all
+    of them without recompute."""
+
+    def factor(self, is_balanced: bool) -> float:
+        """`capacity_factor` of the dispatcher; 0 is the worst case."""
+        bounded = is_balanced if self.overflow == "auto" else self.overflow == "error"
+        return self.capacity_factor if bounded else 0.0

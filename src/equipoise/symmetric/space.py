@@ -1,0 +1,156 @@
+"""The buffers and signals of one group, shared by everything that moves data in its symmetric memory.
+
+Buffers are allocated once, by all ranks in the same order, and kept. Shapes: P ranks of the group.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from equipoise.distributed.collectives import Group, group_device, live_group
+from equipoise.errors import ConfigError, RankFailure
+from equipoise.kernels.peers import (
+    CHANNELS,
+    CONTROL_WORDS,
+    FAILED,
+    LIMIT,
+    MISSING,
+    NEEDED_ROWS,
+    ROW_CAPACITY,
+    RUN,
+    STATUS,
+    Signals,
+    time_spins,
+)
+from equipoise.kernels.triton_support import triton_problem
+from equipoise.symmetric.mapping import Mapper, map_device_memory, map_shared_memory, symmetric_problem
+
+
+def agreed_problem(group: Group, device: torch.device) -> str | None:
+    """None if every rank of the group can use symmetric memory, otherwise a reason, on all ranks. Waits for them."""
+    problem = symmetric_problem(device, group) or triton_problem(device.type)
+    live = live_group(group)
+    failing = torch.tensor([0 if problem is None else 1], device=group_device(live))
+    dist.all_reduce(failing, dist.ReduceOp.MAX, group=live)
+    return problem or ("another rank of the group cannot" if int(failing) else None)
+
+
+@dataclass(frozen=True)
+class SymmetricTensor:
+    """One tensor of the same size on every rank.
+
+    local: this rank's. pointers_P: int64 on the device, every rank's address as seen from here.
+    """
+
+    local: torch.Tensor
+    pointers_P: torch.Tensor
+
+
+class SymmetricSpace:
+    """The buffers and signals of one group, shared by everything that moves data in it. Made by all ranks together.
+
+    Args:
+        group: at least one rank, all within reach of each other.
+        device: of this rank.
+        timeout_s: a kernel that waits longer for a peer gives up; `check` then raises.
+
+    Each operation has a channel. A rank's pad holds two words of each channel for each peer, which only that peer
+    writes: at the beginning of the n-th operation and at its end. The counters that say which operation is the next are
+    on the device, so kernels can be captured in a CUDA graph. After a wait in vain none waits any more.
+
+    Raises:
+        ConfigError: the ranks do not reach each other.
+    """
+
+    def __init__(self, group: Group, device: torch.device, timeout_s: float = 600.0) -> None:
+        problem = symmetric_problem(device, group) or triton_problem(device.type)
+        if problem is not None:
+            raise ConfigError(f"symmetric memory cannot be used: {problem}")
+        self._group, self.device, self.timeout_s = group, device, timeout_s
+        live = live_group(group)
+        self.num_ranks, self.rank = live.size(), dist.get_rank(live)
+        self.global_ranks = dist.get_process_group_ranks(live)
+        self._map: Mapper = map_shared_memory if device.type == "cpu" else map_device_memory
+        self._channels: list[str] = []
+        self.num_bytes = 0
+        status = torch.zeros(8, dtype=torch.int64)
+        self.status = status.pin_memory() if device.type == "cuda" else status
+        words = [0] * (CONTROL_WORDS * (CHANNELS + 1))
+        words[LIMIT], words[STATUS] = 1000, self.status.data_ptr()
+        self.control = torch.tensor(words, dtype=torch.int64, device=device)
+        pads = self.allocate((CHANNELS * 2 * self.num_ranks,), torch.int64)
+        self.signals = Signals(self.control, pads.pointers_P, self.rank, self.num_ranks)
+        self._calibrate()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return live_group(self._group)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
+        """Zeros on every rank. Collective, with equal arguments; waits for all ranks."""
+        num_bytes = max(-(-math.prod(shape) * dtype.itemsize // 256), 1) * 256
+        memory, pointers = self._map(num_bytes, self.group, self.device)
+        memory.zero_()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.barrier()  # nobody writes into memory that is still to be cleared
+        self.num_bytes += num_bytes
+        local = memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+        return SymmetricTensor(local, torch.tensor(pointers, dtype=torch.int64, device=self.device))
+
+    def agree_max(self, values: Sequence[int]) -> list[int]:
+        """The largest of each over the ranks; waits for all of them. For sizes, at setup."""
+        largest = torch.tensor(list(values), device=self._carried)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest.tolist()
+
+    @property
+    def _carried(self) -> torch.device:
+        return group_device(self.group)
+
+    def barrier(self) -> None:
+        """At setup only."""
+        self.agree_max([0])
+
+    def channel(self, name: str) -> int:
+        """The next free channel, for the operation that errors call `name`. Same order on every rank."""
+        if len(self._channels) == CHANNELS:
+            raise ConfigError(f"more than {CHANNELS} operations in one symmetric space")
+        self._channels.append(name)
+        return len(self._channels) - 1
+
+    def _calibrate(self) -> None:
+        """Waits of kernels count how often they look: learns how often that is within the timeout."""
+        channel = self.channel("calibration")
+        spins = 1
+        for few in (1, 20 if self.device.type == "cpu" else 20_000):  # the first launch compiles
+            self.control[LIMIT] = few
+            spins, seconds = time_spins(self.signals, channel)
+        self.control[LIMIT] = max(int(spins * self.timeout_s / max(seconds, 1e-6)), 1)
+        self.status.zero_()
+        self.barrier()
+
+    def check(self, what: str = "") -> None:
+        """Raises if a kernel has given up, as far as the host has been told; reads host memory only.
+
+        Raises:
+            RankFailure: a peer did not take part in time.
+            ConfigError: a rank would have received more rows than its buffers hold.
+        """
+        if int(self.status[FAILED]):
+            channel, peer = int(self.status[FAILED]) - 1, int(self.status[MISSING])
+            missing = self.global_ranks[peer] if 0 <= peer < self.num_ranks else peer
+            raise RankFailure(
+                f"{what or self._channels[channel]}: rank {self.global_ranks[self.rank]} waited for rank {missing} on "
+                f"the device, which did not take part in {self._channels[channel]!r} within {self.timeout_s:g} s "
+                f"(operation {int(self.status[RUN])})"
+            )
+        if int(self.status[NEEDED_ROWS]):
+            raise ConfigError(
+                f"a rank would have received {int(self.status[NEEDED_ROWS])} rows in one dispatch, the buffers hold "
+                f"{int(self.status[ROW_CAPACITY])}: raise dispatch.capacity_factor, or set dispatch.overflow to "
+                "'worst_case', which holds any routing. The results since then are wrong; resume from a checkpoint"
+            )

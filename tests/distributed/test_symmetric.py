@@ -1,0 +1,373 @@
+"""Memory that ranks share: the kernels' protocol among processes of this host, in Triton's interpreter.
+
+Everything is compared with the collective forms, bit for bit where both add in the same order.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed.balance_rig import D, E, ForeignLayer, make_balancer
+from distributed.parity import relative
+from distributed.rig import Outcomes, run_scenarios
+from distributed.test_balance_runtime import Layers, compare, run_checkpointed, train
+from distributed.test_dispatch import ROUTINGS
+from equipoise.balance import Balancer, PlannerSettings, complete_plan, device_planner, planner_host
+from equipoise.balance.device_planner import ExchangingPlanner
+from equipoise.balance.planner_host import plan_load
+from equipoise.balance.replicas import Copies, replicas_of
+from equipoise.balance.transport.symmetric import SymmetricBuffers, SymmetricTransport
+from equipoise.dispatch import SymmetricDispatcher, build_dispatcher
+from equipoise.distributed.mesh import Meshes, ParallelConfig
+from equipoise.distributed.world import World
+from equipoise.errors import ConfigError, RankFailure
+from equipoise.kernels.triton_support import triton_problem
+from equipoise.symmetric.space import SymmetricSpace
+
+pytestmark = pytest.mark.skipif(triton_problem("cpu") is not None, reason="Triton's interpreter is off or missing")
+CPU = torch.device("cpu")  # its interpreter rounds to BF16 in a way of its own, so FP16 stands for it
+
+
+def make_space(meshes: Meshes, timeout_s: float = 60.0) -> SymmetricSpace:
+    """And plans of two candidates, on both sides: the interpreter runs one candidate after another."""
+    for module in (planner_host, device_planner):
+        module.TARGET_STEPS, module.VARIANTS = (0,), module.VARIANTS[:1]
+    return SymmetricSpace(meshes.ep_group, CPU, timeout_s)
+
+
+# Dispatch.
+
+AWKWARD = ["one rank has tokens", "nobody has tokens", "all to rank 3", "some dropped"]
+
+
+def run_dispatcher(dispatcher: Any, by_rank: list[list[list[int]]], rank: int, dtype: torch.dtype) -> dict[str, Any]:
+    """A layer of elementwise experts on one rank's tokens: what arrives, the output, gradients."""
+    ids = by_rank[rank]
+    width = max((len(row) for rows in by_rank for row in rows), default=4)
+    ids_TK = torch.tensor(ids, dtype=torch.int32).view(len(ids), width)
+    generator = torch.Generator().manual_seed(rank)
+    x_TD = torch.randn(len(ids), 12, generator=generator).to(dtype).requires_grad_()
+    weights_TK = torch.rand(len(ids), width, generator=generator).requires_grad_()
+    arrived = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+    number = int(arrived.counts_M.sum())
+    expert_R = torch.arange(len(arrived.counts_M)).repeat_interleave(arrived.counts_M)
+    scale = (1 + expert_R[:, None] + 10 * rank).to(dtype)
+    rows = arrived.rows_RD[:number] * scale
+    rows = torch.cat([rows, torch.full_like(arrived.rows_RD[number:], float("nan"))])
+    y_TD = dispatcher.combine(rows, arrived.handle)
+    y_TD.backward(torch.randn(y_TD.shape, generator=generator).to(dtype))
+    return {
+        "rows": arrived.rows_RD[:number].detach().clone(),
+        "counts": arrived.counts_M,
+        "y": y_TD.detach(),
+        "x": x_TD.grad,
+        "weights": weights_TK.grad,
+    }
+
+
+def dispatch_as_all_to_all(world: World, meshes: Meshes) -> dict[str, list[str]]:
+    """What differs from the dispatcher `all_to_all`, by routing and dtype, one after the other in the same buffers."""
+    space, experts = make_space(meshes), 16
+    reference = build_dispatcher("all_to_all", experts, meshes.ep_group)
+    found = {}
+    for dtype, routings in ((torch.float32, AWKWARD), (torch.float16, AWKWARD[-1:])):
+        # Any routing fits. The largest number of tokens is known beforehand, the first routing is not the largest.
+        dispatcher = SymmetricDispatcher(experts, space, 0, max_tokens=8)
+        for name in routings:
+            by_rank = ROUTINGS[name]
+            got = run_dispatcher(dispatcher, by_rank, world.rank, dtype)
+            want = run_dispatcher(reference, by_rank, world.rank, dtype)
+            differing = [part for part in ("rows", "counts", "y", "x") if not torch.equal(got[part], want[part])]
+            if not torch.allclose(got["weights"], want["weights"], rtol=1e-5, atol=1e-5):
+                differing.append("weights")
+            found[f"{name} {dtype}"] = differing
+        gc.collect()  # the interpreter has cycles of references to what it was given
+        memory = dispatcher._memory
+        assert memory is not None
+        assert (memory.rows.num_free, memory.slots.num_free) == (5, 5), "everything lent has come back"
+    return found
+
+
+def results_that_outlive_the_buffers(world: World, meshes: Meshes) -> list[bool]:
+    """More results are kept than there are buffers: the last ones are copies, none is overwritten."""
+    dispatcher = SymmetricDispatcher(4, make_space(meshes), 0, num_buffers=2)
+    kept = []
+    for number in range(5):
+        x_TD = torch.full((3, 8), float(number + 10 * world.rank))
+        ids_TK = torch.tensor([[0, 2], [1, 3], [2, 1]])
+        arrived = dispatcher.dispatch(x_TD, ids_TK, torch.ones(3, 2))
+        kept.append((arrived.rows_RD[: int(arrived.counts_M.sum())], arrived.counts_M, arrived.handle))
+    right = []
+    for number, (rows, _, _) in enumerate(kept):
+        right.append(sorted({float(v) for v in rows.flatten()}) == [number, number + 10])
+    return right
+
+
+def overflow(world: World, meshes: Meshes) -> str:
+    """All tokens go to rank 0, whose buffers hold half of them."""
+    space = make_space(meshes)
+    dispatcher = SymmetricDispatcher(2, space, 1.0)
+    ids_TK = torch.zeros(16, 1, dtype=torch.int32)
+    x_TD = torch.ones(16, 4)
+    try:
+        arrived = dispatcher.dispatch(x_TD, ids_TK, torch.ones(16, 1))
+        assert int(arrived.counts_M.sum()) <= len(arrived.rows_RD)
+        dispatcher.combine(arrived.rows_RD, arrived.handle)
+        dispatcher.dispatch(x_TD, ids_TK, torch.ones(16, 1))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# Plans and transfers.
+
+
+def loads(num_ranks: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randint(0, 9, (num_ranks, E), generator=generator) ** 2 for _ in range(2)]
+    hot = made[0].clone()
+    hot[:, : E // num_ranks] *= 5
+    ragged = hot.clone()
+    ragged[0] = 0
+    return [made[1], torch.zeros_like(hot), ragged]
+
+
+def exchanged_plans(world: World, meshes: Meshes) -> list[str]:
+    """Parts of plans that differ from those of the host, for loads one after the other."""
+    chosen = PlannerSettings(2, 0.0)
+    planner = ExchangingPlanner(make_space(meshes), E, chosen)
+    differing = []
+    for index, load_PE in enumerate(loads(world.size)):
+        made = planner(load_PE[world.rank].int().contiguous())
+        placement = plan_load(load_PE.sum(0), world.size, chosen)
+        plans = [complete_plan(placement, load_PE, rank) for rank in range(world.size)]
+        mine = plans[world.rank]
+        before_J = sum((plan.send for plan in plans[: world.rank]), torch.zeros_like(mine.send))
+        wanted = {"slot_expert": mine.slot_expert, "quota": mine.quota, "send": mine.send, "recv": mine.recv}
+        wanted |= {"before_J": before_J, "load_E": load_PE.sum(0)}
+        differing += [f"{index} {name}" for name, x in wanted.items() if not torch.equal(getattr(made, name), x.int())]
+    return differing
+
+
+def transfers(world: World, meshes: Meshes) -> list[str]:
+    """Weights in slots and sums of gradients that are not the right bits, over plans one after the other."""
+    P, R, M = world.size, 2, E // world.size
+    space, wrong = make_space(meshes), []
+    shapes = {"matrix": (5, 7), "bias": (3,)}
+    for dtype, stacked in ((torch.float32, True), (torch.float16, False)):
+        buffers = SymmetricBuffers(shapes, R, dtype, space)
+        transport = SymmetricTransport(space, buffers, M)
+        for name in shapes:
+            transport.prepare(name, CPU, True)
+        for index, load_PE in enumerate(loads(P)):
+            placement = plan_load(load_PE.sum(0), P, PlannerSettings(R, 0.0))
+            copies = Copies(placement.slot_expert, ())
+            replicas = replicas_of(placement)
+            for name, shape in shapes.items():
+                make = lambda seed, *sizes: torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+                weights = make(index, E, *shape).to(dtype)
+                masters = weights[world.rank * M : (world.rank + 1) * M].clone()
+                given = masters if stacked else [w.clone() for w in masters]
+                transport.push_weights(name, copies, given, "weights").wait()
+                slot_gradients = {r.physical: make(100 + r.physical, *shape) for r in replicas}
+                for r in replicas:
+                    if r.host == world.rank:
+                        expert = r.home * M + r.local
+                        if not torch.equal(buffers.weights(name)[r.slot], weights[expert]):
+                            wrong.append(f"{name} {dtype} {index}: weights of expert {expert}")
+                        buffers.gradients(name)[r.slot].copy_(slot_gradients[r.physical])
+                gradients = make(7, M, *shape).to(dtype)
+                sums = gradients.float()
+                for r in replicas:
+                    if r.home == world.rank:
+                        sums[r.local] += slot_gradients[r.physical]
+                parts = [gradients] if stacked else [g.clone() for g in gradients]
+                transport.pull_gradients(name, copies, parts, "gradients").finish(lambda *_: None)
+                got = parts[0] if stacked else torch.stack(parts)
+                if not torch.equal(got, sums.to(dtype)):
+                    wrong.append(f"{name} {dtype} {index}: gradients")
+                buffers.gradients(name).fill_(float("nan"))  # all have read them
+    return wrong
+
+
+# The whole runtime.
+
+
+def symmetric_balancer(space: SymmetricSpace, meshes: Meshes, slots: int = 1, dtype=torch.float32) -> Balancer:
+    plain = make_balancer(meshes.ep_group, slots, dtype)
+    return Balancer(meshes.ep_group, E, dict(plain.buffers.shapes), dtype, plain.config, space=space)
+
+
+HOSTS: dict[str, dict[str, Any]] = {
+    "weights one by one, without optional calls": {"stacked": False, "hooks": False, "numbers": (3,)},
+    "two in flight, another hot rank each, checkpoint": {
+        "together": "first first",
+        "moving": True,
+        "run": run_checkpointed(False),
+    },
+    "frozen experts, one token": {"frozen": ("up", "down"), "numbers": (1,)},
+}
+
+
+def balanced_layers(world: World, meshes: Meshes) -> dict[str, dict[str, Any]]:
+    """A foreign layer with everything symmetric, against plain expert parallelism over collectives."""
+    space = make_space(meshes)
+    dispatchers = {
+        False: build_dispatcher("all_to_all", E, meshes.ep_group),
+        True: SymmetricDispatcher(world.size * (E // world.size + 1), space, 0, max_tokens=16, num_buffers=7),
+    }
+    balancer = symmetric_balancer(space, meshes)
+    return {
+        name: compare(meshes.ep_group, balancer, dispatchers=dispatchers, **({"numbers": (4, 3), "depth": 2} | options))  # type: ignore[arg-type]
+        for name, options in HOSTS.items()
+    }
+
+
+def same_bits_as_collective(world: World, meshes: Meshes) -> tuple[list[bool], float]:
+    """Whether outputs have the same bits with both transports and dispatchers, and the largest relative difference of
+    gradients: those of the combine weights are sums over features in another order."""
+    space, group = make_space(meshes), meshes.ep_group
+    assert group is not None
+    balancers = make_balancer(group, 2), symmetric_balancer(space, meshes, 2)
+    symmetric = SymmetricDispatcher(balancers[1].num_physical_experts, space, 0, max_tokens=16)
+    results = []
+    for balancer, dispatcher in zip(balancers, (None, symmetric)):
+        options: dict[str, Any] = {} if dispatcher is None else {"dispatchers": {True: dispatcher}}
+        layers = Layers(ForeignLayer(group, balancer, layer=i, heat=3.0, moving=True, **options) for i in range(1))
+        results.append(train(layers, [4, 2], world.rank))
+    same = [torch.equal(a, b) for a, b in zip(results[0][:2], results[1][:2])]
+    difference = max(relative(b, a) for a, b in zip(*results))
+    records = [balancer.take_records() for balancer in balancers]
+    assert [r.copies for r in records[0]] == [r.copies for r in records[1]]
+    assert [(r.key, r.before, r.after) for r in records[0]] == [(r.key, r.before, r.after) for r in records[1]]
+    assert sum(r.copies for r in records[0]) > 0
+    return same, difference
+
+
+# Failures.
+
+
+def a_rank_is_missing(world: World, meshes: Meshes, act: Callable[..., Any] | None = None) -> tuple[str, float]:
+    """Rank 1 stays away from a push, then from all that follows: the others' messages and seconds."""
+    space = make_space(meshes, timeout_s=1.0)
+    buffers = SymmetricBuffers({"w": (4,)}, 1, torch.float32, space)
+    transport = SymmetricTransport(space, buffers, E // world.size)
+    transport.prepare("w", CPU, True)
+    copies = Copies(torch.full((world.size,), -1, dtype=torch.int32), ())
+    message, started = "", time.monotonic()
+    if world.rank != 1:
+        try:
+            for _ in range(3):
+                transport.push_weights("w", copies, torch.zeros(E // world.size, 4), "weights 'w' of layer 3").wait()
+        except RankFailure as error:
+            message = str(error)
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return message, seconds
+
+
+def what_cannot_be(world: World, meshes: Meshes) -> list[str]:
+    """Messages of what is refused; on every rank the same."""
+    space, messages = make_space(meshes), []
+    config = make_balancer(meshes.ep_group, 1, planner="eplb").config  # type: ignore[arg-type]
+    try:
+        Balancer(meshes.ep_group, E, {"w": (2, 2)}, torch.float32, config, space=space)
+    except ConfigError as error:
+        messages.append(str(error))
+    try:
+        build_dispatcher("symmetric", E, meshes.ep_group)
+    except ValueError as error:
+        messages.append(str(error))
+    dispatcher = SymmetricDispatcher(E, space)
+    dispatcher.dispatch(torch.ones(2, D), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1))
+    try:
+        dispatcher.dispatch(torch.ones(3, D), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
+    except ConfigError as error:
+        messages.append(str(error))
+    return messages
+
+
+@pytest.fixture(scope="module")
+def two() -> Outcomes:
+    scenarios = [
+        results_that_outlive_the_buffers,
+        overflow,
+        exchanged_plans,
+        transfers,
+        balanced_layers,
+        same_bits_as_collective,
+        a_rank_is_missing,
+        what_cannot_be,
+    ]
+    return Outcomes(run_scenarios, 2, scenarios, ParallelConfig(ep_size=2), E)
+
+
+@pytest.fixture(scope="module")
+def four() -> Outcomes:
+    return Outcomes(
+        run_scenarios, 4, [dispatch_as_all_to_all, exchanged_plans, transfers], ParallelConfig(ep_size=4), E
+    )
+
+
+def test_rows_are_those_of_all_to_all(four: Outcomes) -> None:
+    for found in four.of(dispatch_as_all_to_all):
+        assert len(found) == len(AWKWARD) + 1
+        assert {name: differing for name, differing in found.items() if differing} == {}
+
+
+def test_results_outlive_the_buffers(two: Outcomes) -> None:
+    assert two.of(results_that_outlive_the_buffers) == [[True] * 5] * 2
+
+
+def test_too_many_rows_for_the_buffers_is_an_error_on_all_ranks(two: Outcomes) -> None:
+    for message in two.of(overflow):
+        assert "32 rows" in message
+        assert "dispatch.capacity_factor" in message
+
+
+def test_exchanged_plans_are_those_of_the_host(two: Outcomes) -> None:
+    assert two.of(exchanged_plans) == [[]] * 2
+
+
+@pytest.mark.slow
+def test_plans_and_transfers_of_four_ranks() -> None:
+    found = Outcomes(run_scenarios, 4, [exchanged_plans, transfers], ParallelConfig(ep_size=4), E)
+    assert [*found.of(exchanged_plans), *found.of(transfers)] == [[]] * 8
+
+
+def test_transfers_move_bits_and_add_in_order(two: Outcomes) -> None:
+    assert two.of(transfers) == [[]] * 2
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_balanced_layers_are_plain_layers(two: Outcomes, host: str) -> None:
+    for ranks in two.of(balanced_layers):
+        found = ranks[host]
+        assert found["difference"] < 1e-5, found
+        assert found["copies"] > 0 or "one token" in host, found
+
+
+def test_symmetric_and_collective_training_are_the_same(two: Outcomes) -> None:
+    for same, difference in two.of(same_bits_as_collective):
+        assert same == [True, True]
+        assert difference < 1e-6
+
+
+def test_a_missing_rank_is_named_within_the_deadline(two: Outcomes) -> None:
+    (message, seconds), _ = two.of(a_rank_is_missing)
+    assert "rank 0 waited for rank 1" in message
+    assert "weights 'w' of layer 3" in message
+    assert 0.3 < seconds < 8
+
+
+def test_what_cannot_be_is_refused(two: Outcomes) -> None:
+    planner, no_space, tokens = two.of(what_cannot_be)[0]
+    assert two.of(what_cannot_be)[1] == [planner, no_space, tokens]
+    assert "eplb" in planner
+    assert "symmetric space" in no_space
+    assert "max_tokens" in tokens
