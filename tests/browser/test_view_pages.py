@@ -82,7 +82,7 @@ def test_drill_down_shows_loads_replicas_and_traffic_of_the_trace(look: Looker, 
     load_PE, delivered_Pm = run.load_SLPE[step - 1, layer], run.delivered_SLPm[step - 1, layer]
     slots_PR = run.slots_SLS[step - 1, layer].reshape(RANKS, -1)
     M = EXPERTS // RANKS
-    before, after = look.data("stacks")
+    before, _, after, hatched = look.data("stacks")
     shown = {(rank, data[0]): rows for rank, data, rows in zip(before["x"], before["customdata"], before["y"])}
     load_E = load_PE.sum(0)
     assert shown == {(e // M, e): load_E[e] for e in range(EXPERTS) if load_E[e]}
@@ -91,6 +91,7 @@ def test_drill_down_shows_loads_replicas_and_traffic_of_the_trace(look: Looker, 
     hosted = [(p, slot) for p, slot in np.argwhere(slots_PR >= 0)]
     expected |= {(p, slots_PR[p, s]): delivered_Pm[p, M + s] for p, s in hosted}
     assert shown == expected
+    assert sum(hatched["y"]) == sum(delivered_Pm[p, M + s] for p, s in hosted)
     tops = np.zeros(RANKS)
     for rank, base, rows in zip(after["x"], after["base"], after["y"]):
         tops[rank] = max(tops[rank], base + rows)

@@ -32,7 +32,7 @@ from equipoise.observe.view.run import Run
 from equipoise.observe.view.runs import Runs
 from equipoise.observe.view.server import COOKIE, is_local, make_app, open_socket
 from equipoise.observe.view.traffic import traffic
-from equipoise.observe.writer import TraceWriter
+from equipoise.observe.writer import TraceWriter, prepare_folder
 
 TOKEN = "a-token-of-the-tests"
 
@@ -162,6 +162,37 @@ def test_only_new_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert seen.version == version + 1
     assert seen.overview()["imbalance"]["step"] == [1, 2, 3]
     assert len(opened) == 1
+
+
+def test_a_resumed_run_that_cuts_its_trace_is_not_counted_twice(tmp_path: Path) -> None:
+    run = make_run(tmp_path, [1, 2, 3])
+    seen = Run(tmp_path)
+    assert seen.overview()["imbalance"]["step"] == [1, 2, 3]
+    prepare_folder(tmp_path / "trace", open_trace(tmp_path).info, resumed_step=1)
+    seen.refresh()
+    assert seen.overview()["imbalance"]["step"] == [1]
+    later = make_run(tmp_path / "later", [2], seed=7)
+    for path in (later.path / "trace").iterdir():
+        path.rename(tmp_path / "trace" / path.name)
+    seen.refresh()
+    imbalance = seen.overview()["imbalance"]
+    assert imbalance["step"] == [1, 2]
+    assert imbalance["before"] == pytest.approx([run.before_SL[0].mean(), later.before_SL[0].mean()], rel=1e-5)
+
+
+def test_another_run_that_begins_in_the_folder_is_shown_with_its_sizes(tmp_path: Path) -> None:
+    make_run(tmp_path, [1])
+    seen = Run(tmp_path)
+    (name,) = (path.name for path in (tmp_path / "trace").iterdir())
+    prepare_folder(tmp_path / "trace", open_trace(tmp_path).info, resumed_step=0)
+    info = TraceInfo(num_layers=1, num_experts=4, num_experts_per_tok=1, ep_size=2)
+    load_LPE = np.arange(8).reshape(1, 2, 4)
+    with TraceWriter(tmp_path / "trace", info, name="0001") as writer:  # the name of the first run's file
+        writer.write_layers(LayerRows(1, 0, 0, load_LPE, load_LPE.sum(1).reshape(1, 2, 2)))
+    assert [path.name for path in (tmp_path / "trace").iterdir()] == [name]
+    seen.refresh()
+    assert seen.describe()["info"]["num_layers"] == 1
+    assert len(seen.overview()["heat"]["before"]) == 1
 
 
 def test_a_trace_that_appears_later_is_taken_up(tmp_path: Path) -> None:

@@ -52,12 +52,33 @@ class _Part:
     has_matrices: np.ndarray
 
 
+_Identity = tuple[Path, int, int, int]
+"""Of a file's content: a resumed run cuts files and keeps their names."""
+
+
+def _identity(path: Path) -> _Identity:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    return path, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def identities(trace: Trace) -> set[_Identity]:
+    """Of the files that a trace knows.
+
+    Raises:
+        TraceError: one is gone.
+    """
+    return {_identity(file.path) for file in trace.files}
+
+
 class HistoryReader:
     """Keeps what it has read; reads only files that are new."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._parts: dict[Path, _Part] = {}
+        self._parts: dict[_Identity, _Part] = {}
         self._history: History | None = None
 
     def read(self) -> History:
@@ -66,10 +87,10 @@ class HistoryReader:
         Raises:
             TraceError: a file cannot be read.
         """
-        files = [file for file in self.trace.files if file.table == LAYERS]
-        if self._history is None or self._parts.keys() != {file.path for file in files}:
+        files = {_identity(file.path): file for file in self.trace.files if file.table == LAYERS}
+        if self._history is None or self._parts.keys() != files.keys():
             known = self._parts
-            self._parts = {file.path: known.get(file.path) or self._part(file) for file in files}
+            self._parts = {key: known.get(key) or self._part(file) for key, file in files.items()}
             self._history = self._join(list(self._parts.values()))
         return self._history
 

@@ -14,7 +14,7 @@ from equipoise.observe.reader import Trace, open_trace
 from equipoise.observe.schema import TRACE_FOLDER
 from equipoise.observe.view.buckets import bucket_max, bucket_mean, bucket_starts, plain
 from equipoise.observe.view.detail import layer_detail
-from equipoise.observe.view.history import History, HistoryReader
+from equipoise.observe.view.history import History, HistoryReader, identities
 from equipoise.observe.view.metrics_file import METRICS_FILE, MetricsFile
 from equipoise.observe.view.profiles import read_profiles
 
@@ -40,6 +40,7 @@ class Run:
         self._metrics = MetricsFile(path / METRICS_FILE)
         self._trace: Trace | None = None
         self._history: HistoryReader | None = None
+        self._identities: set[tuple] = set()
         self._open_trace()
         if self._trace is None and not self._metrics.path.exists() and not (path / RUN_FILE).exists():
             open_trace(path)  # raises with what was looked for
@@ -51,6 +52,7 @@ class Run:
         if self.path.is_dir() and not any(folder.glob("*.parquet")) and not any(self.path.glob("*.parquet")):
             return False
         self._trace = open_trace(self.path)
+        self._identities = identities(self._trace)
         self._history = HistoryReader(self._trace)
         return True
 
@@ -59,13 +61,24 @@ class Run:
         with self._lock:
             changed = self._metrics.refresh()
             try:
-                changed |= self._open_trace() if self._trace is None else self._trace.refresh()
+                changed |= self._refresh_trace()
                 problem = ""
             except TraceError as error:
                 problem = str(error)
             changed |= problem != self.problem
             self.problem = problem
             self.version += changed
+
+    def _refresh_trace(self) -> bool:
+        if self._trace is None:
+            return self._open_trace()
+        changed = self._trace.refresh()
+        present = identities(self._trace)
+        others = {path for path, *_ in self._identities - present} & {path for path, *_ in present}
+        if others:  # under a name that it knows: a resumed run has cut a file, or another run has begun here
+            return self._open_trace()
+        self._identities = present
+        return changed
 
     def describe(self) -> dict[str, Any]:
         """Name, sizes, and what there is to see."""

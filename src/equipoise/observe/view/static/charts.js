@@ -73,31 +73,39 @@ function stepAxis(traces) {
 
 function perPoint(size, what) { return size > 1 ? `each point: ${what} of ${size} steps` : ""; }
 
-// Bars on top of each other in one trace, which stays quick with thousands of them.
+// Bars on top of each other in one trace, which stays quick with thousands of them, and a trace that hatches the replicas.
 function stack(pieces, numRanks, mastersPerRank, top, axes) {
   const height = new Array(numRanks).fill(0);
   const order = new Array(numRanks).fill(0);
-  const columns = { x: [], y: [], base: [], color: [], pattern: [], text: [], data: [] };
+  const bars = { x: [], y: [], base: [], text: [], customdata: [] };
+  const hatched = { x: [], y: [], base: [], text: [] };
+  const color = [];
   pieces.rows.forEach((rows, i) => {
     const rank = pieces.rank[i];
     const expert = pieces.expert[i];
     const home = Math.floor(expert / mastersPerRank);
-    columns.x.push(rank);
-    columns.y.push(rows);
-    columns.base.push(height[rank]);
-    columns.color.push(Theme.rank(home, numRanks, (order[rank] % 2) * 0.75));
-    columns.pattern.push(home === rank ? "" : "/");
-    columns.text.push(rows > 0.042 * top ? String(expert) : "");
-    columns.data.push([expert, home, home === rank ? "master" : "replica"]);
+    const text = rows > 0.042 * top ? String(expert) : "";
+    const isReplica = home !== rank;
+    for (const part of isReplica ? [bars, hatched] : [bars]) {
+      part.x.push(rank);
+      part.y.push(rows);
+      part.base.push(height[rank]);
+    }
+    bars.text.push(isReplica ? "" : text);
+    if (isReplica) hatched.text.push(text);
+    bars.customdata.push([expert, home, isReplica ? "replica" : "master"]);
+    color.push(Theme.rank(home, numRanks, (order[rank] % 2) * 0.75));
     height[rank] += rows;
     order[rank] += 1;
   });
-  return { type: "bar", x: columns.x, y: columns.y, base: columns.base, text: columns.text, customdata: columns.data, ...axes,
-    textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none",
-    textfont: { size: 10, color: "#fff" }, width: 0.82,
-    marker: { color: columns.color, line: { color: Theme.color("card"), width: 0.6 },
-      pattern: { shape: columns.pattern, bgcolor: columns.color, fgcolor: Theme.color("card"), fgopacity: 0.55, size: 7, solidity: 0.22 } },
-    hovertemplate: "expert %{customdata[0]} (%{customdata[2]}, home rank %{customdata[1]})<br>rank %{x}: %{y:,} rows<extra></extra>" };
+  const common = { type: "bar", ...axes, textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none",
+    textfont: { size: 10, color: "#fff" }, width: 0.82 };
+  return [
+    { ...common, ...bars, marker: { color, line: { color: Theme.color("card"), width: 0.6 } },
+      hovertemplate: "expert %{customdata[0]} (%{customdata[2]}, home rank %{customdata[1]})<br>rank %{x}: %{y:,} rows<extra></extra>" },
+    { ...common, ...hatched, hoverinfo: "skip", marker: { color: "rgba(0,0,0,0)",
+      pattern: { shape: "/", fillmode: "replace", bgcolor: "rgba(0,0,0,0)", fgcolor: Theme.color("card"), fgopacity: 0.55, size: 7, solidity: 0.22 } } },
+  ];
 }
 
 function rankAxis(title, numRanks, more = {}) {

@@ -4,16 +4,16 @@
 const DASH = { a: {}, b: { dash: "dash" } }; // so that equal curves can both be seen
 
 const FIGURES = [
-  ["last step", "step", number, null],
-  ["loss, nats per token (last)", "loss", fixed, "lower"],
-  ["held-out loss, nats per token (last)", "eval_loss", fixed, "lower"],
-  ["tokens/s", "tokens_per_second", number, "higher"],
-  ["step, s", "time_step_s", number, "lower"],
-  ["imbalance before", "imbalance_before", fixed, null],
-  ["imbalance after", "imbalance_after", fixed, "lower"],
-  ["replicas per step", "copies", number, null],
-  ["counts and planning, s per step", "balance_plan_s", number, "lower"],
-  ["waiting for replicas, s per step", "balance_sync_s", number, "lower"],
+  ["last step", "step", number],
+  ["loss, nats per token (last)", "loss", fixed],
+  ["held-out loss, nats per token (last)", "eval_loss", fixed],
+  ["tokens/s", "tokens_per_second", number],
+  ["step, s", "time_step_s", number],
+  ["imbalance before", "imbalance_before", fixed],
+  ["imbalance after", "imbalance_after", fixed],
+  ["replicas per step", "copies", number],
+  ["counts and planning, s per step", "balance_plan_s", number],
+  ["waiting for replicas, s per step", "balance_sync_s", number],
 ];
 
 function showCompare(runs, chosen, data) {

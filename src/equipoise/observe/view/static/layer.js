@@ -52,7 +52,7 @@ function showStacks(data, mean) {
   const right = { xaxis: "x2", yaxis: "y2" };
   const top = 1.08 * Math.max(1, largestOf(data.rank_load), largestOf(data.rank_load_after));
   const traces = data.stacks
-    ? [stack(data.stacks.before, P, M, top, left), stack(data.stacks.after, P, M, top, right)]
+    ? [...stack(data.stacks.before, P, M, top, left), ...stack(data.stacks.after, P, M, top, right)]
     : [plainBars(data.rank_load, left, "before"), plainBars(data.rank_load_after, right, "after")];
   const label = (text, x) => ({ text, x, y: 1.0, xref: "paper", yref: "paper", xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 13 } });
   const meanLine = (xref, yref) => ({ type: "line", xref: `${xref} domain`, yref, x0: 0, x1: 1, y0: mean, y1: mean,
