@@ -14,6 +14,7 @@ import math
 import statistics
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,15 @@ from equipoise.dispatch import Dispatcher, build_dispatcher
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import World, join_world
 from equipoise.moe.balancing import ExpertBalancing, expert_shapes
-from equipoise.moe.synthetic import Workload
+from equipoise.moe.synthetic import SyntheticRouting, Workload
+from equipoise.train import trainer as trainer_module
 from equipoise.train.config import TrainConfig, plan_run
 from equipoise.train.load import load_config
 from equipoise.train.step import moe_layers
 from equipoise.train.stop import StopSignals
 from equipoise.train.trainer import Trainer
+
+trainer_module.build_meshes = cache(trainer_module.build_meshes)  # several trainers live on the groups of one
 
 WARM_UP = 5
 NATURAL = "natural"
@@ -50,6 +54,21 @@ class Mode:
     dispatcher: Dispatcher
     balancer: Balancer | None
     is_forced: bool = False
+
+
+class HotExperts:
+    """Three hot experts on rank 0, which so has `imbalance` times the mean load; all others are alike. (One expert
+    cannot be so hot: of each token's choices it gets one at most.)"""
+
+    def __init__(self, imbalance: float, num_experts: int, top_k: int, num_ranks: int) -> None:
+        hot, here = 3, num_experts // num_ranks
+        cold = (here - hot) / (num_experts - hot)
+        share = (imbalance / num_ranks - cold) / (1 - cold)
+        shares = [share / hot] * hot + [(1 - share) / (num_experts - hot)] * (num_experts - hot)
+        self._top_k, self._num_ranks, self._shares = top_k, num_ranks, tuple(shares)
+
+    def routing(self, step: int, rank: int) -> SyntheticRouting:
+        return SyntheticRouting(self._shares, self._top_k, self._num_ranks, rank)
 
 
 class Bench:
@@ -70,8 +89,10 @@ class Bench:
         self.trainer.loader.close()
 
     def dispatcher(self, name: str, num_experts: int, factor: float) -> Dispatcher:
-        options = {"capacity_factor": factor, "num_buffers": len(self.layers) + 1} if name == "symmetric" else {}
         space = self.trainer.model.symmetric_space
+        if space is None:  # where there is none, everything else can be compared
+            name = "all_to_all"
+        options = {"capacity_factor": factor, "num_buffers": len(self.layers) + 1} if name == "symmetric" else {}
         return build_dispatcher(name, num_experts, self.trainer.meshes.ep, space, **options)  # type: ignore[arg-type]
 
     def balancer(self, slots: int) -> Balancer:
@@ -89,7 +110,7 @@ class Bench:
             layer.balancing = None if balancer is None else ExpertBalancing(balancer, index, layer.experts)
         self.trainer.step_runner.balancer = mode.balancer
 
-    def turn(self, mode: Mode, workload: Workload | None, even: Workload, steps: int) -> dict[str, Any]:
+    def turn(self, mode: Mode, workload: Workload | HotExperts | None, even: Workload, steps: int) -> dict[str, Any]:
         """A few steps: milliseconds of the slowest rank, peak memory, loads. Collective."""
         self.switch(mode)
         accelerator, runner = self.world.accelerator, self.trainer.step_runner
@@ -141,7 +162,11 @@ def measure(bench: Bench, steps: int, rounds: int, slots_of_hot_rank: int) -> li
         if slots not in balanced:
             balancer = bench.balancer(slots)
             balanced[slots] = Mode("on", bench.dispatcher("symmetric", balancer.num_physical_experts, 1.25), balancer)
-        workload = None if name == NATURAL else make(name, imbalance)
+        workload: Workload | HotExperts | None = None
+        if name == "hot_experts":
+            workload = HotExperts(imbalance, model.num_experts, model.num_experts_per_tok, ep)
+        elif name != NATURAL:
+            workload = make(name, imbalance)
         modes = [
             Mode("off", plain, None),
             balanced[slots],
@@ -185,7 +210,10 @@ def symmetric_bytes(mode: Mode) -> int:
 
 def compare_off_with_absent(config: TrainConfig, world: World, stop: StopSignals, folder: Path, pairs: int) -> dict:
     """Relative time of off over a model built without balancing, from interleaved turns, with a 95 % interval."""
-    small = {"model": config.model.model_copy(update={"num_hidden_layers": 2})}
+    small: dict[str, Any] = {
+        "model": config.model.model_copy(update={"num_hidden_layers": 2}),
+        "train": config.train.model_copy(update={"compile": False}),
+    }
     with_off = Bench(config.model_copy(update=small), world, stop, folder / "off")
     absent = Bench(config.model_copy(update=small | {"balance": None}), world, stop, folder / "absent")
     model, ep = config.model, with_off.trainer.plan.axes.ep
@@ -240,6 +268,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     with StopSignals() as stop, join_world(get_accelerator(), 120.0) as world:
         plan = plan_run(config, world.size)
+        torch.manual_seed(0)
         copy_tokens = measure_copy_tokens(config, plan, world)
         model = config.model
         hot = Workload("hot_rank", 1.9, model.num_experts, model.num_experts_per_tok, plan.axes.ep)

@@ -6,6 +6,9 @@ One core is pinned per rank. Calibration loads and the workloads take turns in t
 to the calibration loads alone (those of `equipoise bench calibrate`); then `simulate` predicts every workload and mode
 from the loads that were laid down. Writes rows and `simulate_error_max`, the largest relative error of a predicted
 step, into benchmarks/results/observe.json; other keys stay. The calibration goes to hardware-cpu-ep2.json beside it.
+
+On GPUs, under a launcher: `--raw FILE --recipe qwen3-30b-a3b -- SETTINGS` measures, `--from FILE --name NAME` fits and
+predicts anywhere; the key is then `simulate_error_max_NAME`.
 """
 
 import argparse
@@ -33,6 +36,7 @@ from equipoise.bench.calibrate_run import (
     predict,
     study_of,
     tokens_per_rank,
+    unfitted,
 )
 from equipoise.bench.results import results_folder, update_results
 from equipoise.data import build_dataset
@@ -54,7 +58,7 @@ SETTINGS = [
 ]
 IMBALANCE = 1.6
 STEPS = {"burst": BURST_EVERY, "rotating": 2}
-PARTS = ("calibration", "simulate")
+CPU = "cpu-ep2"
 
 
 def make_workload(name: str, config: TrainConfig) -> Workload:
@@ -90,73 +94,96 @@ def predicted(name: str, mode: str, config: TrainConfig, tokens: int, hardware: 
     return summarize(frame, hardware, expert, settings.num_slots)
 
 
-def measure(config: TrainConfig, minutes: float, out: Path) -> None:
-    """On a rank: rounds until the time is over; rank 0 writes. Collective."""
+def measure(config: TrainConfig, minutes: float, raw: Path) -> None:
+    """On a rank: rounds until the time is over; rank 0 writes the seconds. Collective."""
     configure_logging()
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
-    with StopSignals() as stop, join_world(get_accelerator(), config.parallel.timeout_s) as world:
-        loop, model = config.train, config.model
-        datasets = build_dataset(config.data, loop.sequence_length, vocab_size=model.vocab_size, seed=loop.seed)
-        trainer = Trainer(config, world, datasets, out.parent, stop)
-        calibration = calibration_loads(2, model.num_experts, model.num_experts_per_tok)
-        workloads = workload_loads(config)
+    accelerator = get_accelerator()
+    if accelerator.device_type == "cpu":
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
+    with StopSignals() as stop, join_world(accelerator, config.parallel.timeout_s) as world:
+        loop = config.train
+        datasets = build_dataset(config.data, loop.sequence_length, vocab_size=config.model.vocab_size, seed=loop.seed)
+        trainer = Trainer(config, world, datasets, raw.parent, stop)
         try:
             with world.operation("simulate_cpu", deadline_s=3600):
                 watch = Stopwatch(trainer, study_of(config))
-                measured = watch.turns([*calibration, *workloads], rounds=1000, deadline_s=60 * minutes)
+                measured = watch.turns(all_loads(config), rounds=1000, deadline_s=60 * minutes)
         finally:
             trainer.loader.close()
         if world.rank == 0:
-            write(config, calibration, workloads, measured, out, world.accelerator.device_name())
+            itemsize = trainer.dtype.itemsize
+            content = {"device": world.accelerator.device_name(), "itemsize": itemsize, "seconds": measured}
+            raw.write_text(json.dumps(content | {"config": config.model_dump(mode="json")}))
 
 
-def write(
-    config: TrainConfig,
-    calibration: list[Load],
-    workloads: list[Load],
-    measured: dict[str, list[float]],
-    out: Path,
-    device: str,
-) -> None:
+def all_loads(config: TrainConfig) -> list[Load]:
+    """The calibration's, then the workloads'."""
+    model = config.model
+    return calibration_loads(2, model.num_experts, model.num_experts_per_tok) + workload_loads(config)
+
+
+def write(raw: Path, name: str, out: Path) -> None:
     """Fits, predicts, prints and writes the results."""
-    seconds = {name: statistics.median(values) for name, values in measured.items()}
+    content = json.loads(raw.read_text())
+    config, measured = TrainConfig.model_validate_json(json.dumps(content["config"])), content["seconds"]
+    precision = {2: "bfloat16", 4: "float32"}[content["itemsize"]]
+    config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+    loads = all_loads(config)
+    workloads = workload_loads(config)
+    calibration = loads[: len(loads) - len(workloads)]
+    seconds = {load: statistics.median(values) for load, values in measured.items()}
     tokens = tokens_per_rank(config, 2)
-    source = f"measured on 2 x {device} by benchmarks/simulate_cpu.py"
-    hardware = fit_hardware(calibration, seconds, config, 2, "cpu-ep2", source)
+    source = f"measured on 2 x {content['device']} by benchmarks/simulate_cpu.py"
+    hardware = fit_hardware(calibration, seconds, config, 2, unfitted(name, source, name == CPU))
     hardware = replace(hardware, measured_with=describe_sizes(config, 2))
+    parts = [f"calibration {name}", f"simulate {name}"]
     rows = []
     for load in calibration:
         fitted = predict(load, config, tokens, hardware)
-        rows.append({"part": "calibration", "load": load.name, "fitted_s": fitted})
+        rows.append({"part": parts[0], "load": load.name, "fitted_s": fitted})
     for load in workloads:
-        name, mode = load.name.split(", ")
-        found = predicted(name, mode, config, tokens, hardware)
-        rows.append({"part": "simulate", "workload": name, "mode": mode, "predicted_s": found["step_s"]})
-    for row, load in zip(rows, [*calibration, *workloads]):
+        workload, mode = load.name.split(", ")
+        found = predicted(workload, mode, config, tokens, hardware)
+        rows.append({"part": parts[1], "workload": workload, "mode": mode, "predicted_s": found["step_s"]})
+    for row, load in zip(rows, loads):
         guess = row.get("fitted_s", row.get("predicted_s"))
         values = measured[load.name]
         row |= {"measured_s": seconds[load.name], "spread": max(values) / min(values) - 1, "rounds": len(values)}
         row["error"] = guess / row["measured_s"] - 1
         print(f"{load.name:32} {row['measured_s'] * 1e3:9.2f} ms, predicted {guess * 1e3:9.2f} ms {row['error']:+7.1%}")
-    worst = max(abs(row["error"]) for row in rows if row["part"] == "simulate")
-    (out.parent / "hardware-cpu-ep2.json").write_text(hardware.to_json())
-    update_results(out, PARTS, rows, {"simulate_error_max": worst}, ["torch", "equipoise", "numba", "scipy"])
-    print(json.dumps({"simulate_error_max": worst, "rounds": len(values)}))
+    worst = max(abs(row["error"]) for row in rows if row["part"] == parts[1])
+    (out.parent / f"hardware-{name}.json").write_text(hardware.to_json())
+    key = "simulate_error_max" if name == CPU else f"simulate_error_max_{name}"
+    update_results(out, parts, rows, {key: worst}, ["torch", "equipoise", "numba", "scipy"])
+    print(json.dumps({key: worst, "rounds": len(values)}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--name", default=CPU, help="of the machine, in the results")
+    parser.add_argument("--recipe", default=str(RECIPE))
     parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
-    parser.add_argument("settings", nargs="*", help="settings of the recipe, for a short trial")
+    parser.add_argument("--raw", type=Path, help="measure only, and write the seconds here")
+    parser.add_argument("--from", dest="from_raw", type=Path, help="fit and predict from such a file")
+    parser.add_argument("settings", nargs="*", help="settings of the recipe, after --")
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    config = check_study(load_config(TrainConfig, str(RECIPE), [*SETTINGS, *options.settings]), 2)
+    if options.from_raw is not None:
+        write(options.from_raw, options.name, options.out)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    own = SETTINGS if options.recipe == str(RECIPE) else []
+    config = check_study(load_config(TrainConfig, options.recipe, [*own, *options.settings]), 2)
+    raw = options.raw or options.out.with_suffix(".raw.json")
     if launch.has_launcher(os.environ):
-        launch.end_with_parent()
-        measure(config, options.minutes, options.out)
-    else:
-        launch.launch(2, [sys.executable, __file__, *sys.argv[1:]])
+        if launch.is_own_worker(os.environ):
+            launch.end_with_parent()
+        measure(config, options.minutes, raw)
+        return
+    launch.launch(2, [sys.executable, __file__, *sys.argv[1:]])
+    if options.raw is None:
+        write(raw, options.name, options.out)
+        raw.unlink()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What a load trace costs: steps that are recorded against steps that are not, in one run on two CPU cores (EP 2).
 
-    python benchmarks/trace_overhead.py [--pairs 30]
+    python benchmarks/trace_overhead.py [--pairs 30] [--recipe demo] [-- SETTINGS]
 
 Blocks of 10 steps take turns: all recorded (one of them with matrices, as one in ten recorded steps is by default), the
 files written at the block's end and waited for; and none recorded. By default one step in ten is recorded, so the
 overhead is a tenth of the blocks' relative difference; the median over pairs of neighbouring blocks is
-`trace_overhead` in benchmarks/results/observe.json; other keys stay. One core is pinned per rank, balancing is on.
+`trace_overhead` in benchmarks/results/observe.json (on GPUs, under a launcher, `trace_overhead_gpu`); other keys stay.
+On the CPU one core is pinned per rank. Balancing is on.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from equipoise.data import build_dataset
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import join_world
 from equipoise.observe.config import TraceConfig
+from equipoise.observe.reader import open_trace
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config
 from equipoise.train.log import configure_logging
@@ -41,10 +43,13 @@ SETTINGS = ["--data.source", "random", "--data.eval-fraction", "0", "--balance.n
 def measure(config: TrainConfig, pairs: int, out: Path) -> None:
     """On a rank. Collective."""
     configure_logging()
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_type == "cpu"
+    if on_cpu:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
     with (
         StopSignals() as stop,
-        join_world(get_accelerator(), config.parallel.timeout_s) as world,
+        join_world(accelerator, config.parallel.timeout_s) as world,
         tempfile.TemporaryDirectory() as folder,
     ):
         loop = config.train
@@ -85,27 +90,48 @@ def measure(config: TrainConfig, pairs: int, out: Path) -> None:
         trainer.loader.close()
         trace.close()
         if world.rank == 0:
+            check(shared)
             rows = [{"part": "trace_overhead", "recorded_s": a, "plain_s": b, "steps": BLOCK} for a, b in found]
             of_recorded = statistics.median(a / b - 1 for a, b in found)
-            summary = {"trace_overhead": of_recorded / DEFAULT.every}
+            key = "trace_overhead" if on_cpu else "trace_overhead_gpu"
+            summary = {key: of_recorded / DEFAULT.every}
+            rows = [{**row, "part": key, "device": accelerator.device_name()} for row in rows]
             step_ms = 1e3 * statistics.median(b for _, b in found) / BLOCK
             print(json.dumps(summary | {"of_a_recorded_step": of_recorded, "plain_step_ms": step_ms}))
-            update_results(out, ["trace_overhead"], rows, summary, ["torch", "equipoise", "pyarrow"])
+            update_results(out, [key], rows, summary, ["torch", "equipoise", "pyarrow"])
+
+
+def check(folder: Path) -> None:
+    """What was copied is whole: every recorded step is there, and its parts add up."""
+    trace = open_trace(folder)
+    number = 0
+    for load in trace.loads():
+        assert load.load_PE is not None
+        assert load.delivered_Pm is not None
+        assert load.load_PE.sum() == load.rank_load_P.sum() == load.delivered_Pm.sum()
+        assert (load.delivered_Pm.sum(1) == load.rank_load_after_P).all()
+        assert (load.delivered_Pm == load.quota_Pm).all()
+        number += 1
+    steps = trace.steps()
+    assert number == len(trace.steps(with_matrices=True)) * trace.info.num_layers
+    print(f"{len(steps)} recorded steps, {number} matrices: all add up")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--recipe", default="demo")
+    parser.add_argument("settings", nargs="*", help="settings of the recipe, after --")
     parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sampling = ["--trace.every", "1", "--trace.matrices-every", str(DEFAULT.matrices_every // DEFAULT.every)]
     sampling += ["--trace.sequences-every", "0"]
-    config = load_config(TrainConfig, options.recipe, [*SETTINGS, *sampling])
+    config = load_config(TrainConfig, options.recipe, [*SETTINGS, *sampling, *options.settings])
     config.check_world(2)
     if launch.has_launcher(os.environ):
-        launch.end_with_parent()
+        if launch.is_own_worker(os.environ):
+            launch.end_with_parent()
         measure(config, options.pairs, options.out)
     else:
         launch.launch(2, [sys.executable, __file__, *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""The command line: `equipoise train`, `view`, `simulate`, `convert`, `serve`, `doctor`, `bench`.
+"""The command line: `equipoise train`, `view`, `trace`, `simulate`, `convert`, `serve`, `doctor`, `bench`.
 
 torch is imported only by the commands that need it, so that help is quick.
 """

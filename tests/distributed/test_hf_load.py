@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from distributed.harness import run_ranks
 from distributed.parity import whole
 from equipoise.accelerator import CPUAccelerator
-from equipoise.checkpoint.hf import open_source
+from equipoise.checkpoint.hf import load, open_source
 from equipoise.checkpoint.hf.load import load_weights
 from equipoise.distributed.mesh import Meshes, ParallelConfig, build_meshes, derive_axes
 from equipoise.distributed.world import World, join_world
@@ -71,6 +71,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def compare_all(path: Path, ep_size: int, replicate_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    load.BETWEEN_AGREEMENTS = 50_000  # several batches
     parallel = ParallelConfig(ep_size=ep_size, replicate_size=replicate_size)
     with join_world(CPUAccelerator(), timeout_s=40) as world:
         meshes = build_meshes(derive_axes(parallel, world.size, num_experts=6), world)

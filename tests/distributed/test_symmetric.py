@@ -42,7 +42,7 @@ def make_space(meshes: Meshes, timeout_s: float = 60.0) -> SymmetricSpace:
 
 # Dispatch.
 
-AWKWARD = ["one rank has tokens", "nobody has tokens", "all to rank 3", "some dropped"]
+AWKWARD = ["all to rank 3", "one rank has tokens", "nobody has tokens", "some dropped"]
 
 
 def run_dispatcher(dispatcher: Any, by_rank: list[list[list[int]]], rank: int, dtype: torch.dtype) -> dict[str, Any]:

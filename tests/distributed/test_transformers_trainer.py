@@ -17,7 +17,8 @@ from equipoise.integrations import transformers as adapter
 from equipoise.integrations.peft import adapt_experts
 
 STEPS, LENGTH, SEQUENCES_PER_STEP = 3, 19, 8
-KINDS = ("full", "LoRA on attention", "LoRA on experts")
+KINDS = ("full", "LoRA on attention", "LoRA on experts", "full in BF16")
+LIMITS = {"full in BF16": (1e-2, 2e-2)}  # products are summed in another order
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -48,7 +49,7 @@ def losses(folder: Path, out: Path, kind: str, implementation: str) -> list[floa
             ep_size=ranks, fsdp_size=ranks, ep_implementation=implementation
         )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
-    if kind != "full":
+    if kind.startswith("LoRA"):
         torch.manual_seed(3)
         model = get_peft_model(model, adapters(kind))
         if kind == "LoRA on experts" and ranks > 1:
@@ -64,6 +65,7 @@ def losses(folder: Path, out: Path, kind: str, implementation: str) -> list[floa
         gradient_checkpointing=True,
         learning_rate=1e-2,
         logging_steps=1,
+        bf16=kind.endswith("BF16"),
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
@@ -88,8 +90,9 @@ def fine_tune(folder: Path, out: Path) -> dict[str, list[float]]:
             name = "off" if implementation == off else implementation
             found[f"{kind}, {name}"] = losses(folder, out, kind, implementation)
             if implementation == "equipoise":
-                (balancer,) = (b for b in adapter._balancers.values() if b.config.tolerance == 0)
-                found[f"{kind}, copies"] = sum(record.copies for record in balancer.take_records())
+                dtype = torch.bfloat16 if kind.endswith("BF16") else torch.float32  # as it was computed
+                balancers = [b for b in adapter._balancers.values() if b.config.tolerance == 0 and b.dtype == dtype]
+                found[f"{kind}, copies"] = sum(record.copies for b in balancers for record in b.take_records())
     if several:
         torch.distributed.destroy_process_group()
     return found
@@ -109,7 +112,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
 def test_losses_are_those_without_balancing(two: list[dict[str, Any]], kind: str) -> None:
     for rank in two:
         found = rank[f"{kind}, equipoise"]
-        assert found == pytest.approx(rank[f"{kind}, off"], rel=1e-5)
+        assert found == pytest.approx(rank[f"{kind}, off"], rel=LIMITS.get(kind, (1e-5, 1e-4))[0])
         assert found[0] - found[STEPS - 1] > 0.01, "every step has the same sequences, and it learns them"
         assert rank[f"{kind}, copies"] > 0
 
@@ -118,4 +121,5 @@ def test_losses_are_those_of_one_process(folder: Path, two: list[dict[str, Any]]
     (single,) = run_ranks(fine_tune, 1, folder, folder / "out", deadline_s=200)
     for kind in KINDS:
         for rank in two:
-            assert rank[f"{kind}, equipoise"] == pytest.approx(single[f"{kind}, alone"], rel=1e-4)
+            limit = LIMITS.get(kind, (1e-5, 1e-4))[1]
+            assert rank[f"{kind}, equipoise"] == pytest.approx(single[f"{kind}, alone"], rel=limit)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from equipoise.checkpoint import hf
 from equipoise.checkpoint.hf import HFMapping, export, native_to_hf, open_source
+from equipoise.checkpoint.training import TrainingState, save_checkpoint
 from equipoise.cli import main
 from equipoise.errors import CheckpointError
 from equipoise.models.config import ModelConfig
@@ -20,6 +21,7 @@ from equipoise.models.initialize import initialize_model
 from equipoise.models.model import MoEForCausalLM
 from integration.command import clean_environment
 from unit.hf_toys import assert_same_tensors, deepseek_model, hf_model, save_vision_language_model, tensors_of
+from unit.test_checkpoint import WORLD
 
 MODELS = {
     "qwen3_moe": lambda: hf_model(),
@@ -84,18 +86,23 @@ def test_transformers_reads_fused_files_as_the_same_model(tmp_path: Path) -> Non
     assert all(torch.equal(a, b) for a, b in zip(read.state_dict().values(), theirs.state_dict().values(), strict=True))
 
 
+def save_training(model: MoEForCausalLM, folder: Path) -> Path:
+    """A training checkpoint of the model."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainingState(model, optimizer, step=3, config={"model": model.config.model_dump(mode="json")})
+    return save_checkpoint(folder, state, WORLD)
+
+
 @pytest.mark.parametrize("make", [hf_model, deepseek_model])
-def test_transformers_generates_what_we_do_from_exported_weights(make, tmp_path: Path) -> None:
-    """From our initial weights, exported; greedy, so the first different logit would show."""
-    config = ModelConfig.from_hf(make().config.to_dict()).model_copy(update={"initializer_range": 0.3})
-    ours = MoEForCausalLM(config)
+def test_transformers_generates_what_we_do_from_a_training_checkpoint(make, tmp_path: Path) -> None:
+    """Greedy, so the first different logit would show."""
+    config = ModelConfig.from_hf(make().config.to_dict())
+    ours = MoEForCausalLM(config.model_copy(update={"initializer_range": 0.3}))
     initialize_model(ours, seed=5)
-    mapping = HFMapping(config)
-    (tmp_path / "hf").mkdir()
-    tensors = dict(native_to_hf(mapping, ((n, t.contiguous()) for n, t in ours.state_dict().items())))
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "hf" / "model.safetensors")
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(hf.hf_config(mapping)))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    checkpoint = save_training(ours, tmp_path / "run" / "checkpoints")
+    exported = convert(checkpoint, tmp_path / "hf", "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(exported)
+    assert theirs.dtype == torch.float32
     prompt = torch.randint(0, 97, (2, 5), generator=torch.Generator().manual_seed(3))
     generated = theirs.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     ids = prompt
@@ -104,6 +111,7 @@ def test_transformers_generates_what_we_do_from_exported_weights(make, tmp_path:
             ids = torch.cat([ids, ours(ids).logits[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(generated, ids)
     assert ids.unique().numel() > 5
+    assert_same_tensors(convert(tmp_path / "run", tmp_path / "newest", "hf"), exported)
 
 
 def test_transposed_experts_of_a_declared_type(tmp_path: Path) -> None:

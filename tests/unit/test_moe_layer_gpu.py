@@ -34,7 +34,7 @@ E = P * M
 class OnePlaysAll:
     """What `_KernelMLP` asks of a balancer's step, with all ranks' slots in one place."""
 
-    num_masters, replicas = E, True
+    num_masters, has_replicas = E, True
 
     def __init__(self, up_slots: torch.Tensor, down_slots: torch.Tensor) -> None:
         self.weights = {"up": up_slots, "down": down_slots}
@@ -48,7 +48,7 @@ class OnePlaysAll:
     def gradient_slots(self, name: str) -> torch.Tensor:
         return self.gradients[name]
 
-    def send_gradients(self, name: str) -> None:
+    def send_gradients(self, name: str, gradients: object) -> None:
         pass
 
 
@@ -80,7 +80,7 @@ class Layer(nn.Module):
         hosted = plans[0].placement.slot_expert.long().clamp(min=0)
         step: Any = OnePlaysAll(self.up.detach()[hosted], self.down.detach()[hosted])
         arrived = self.dispatcher.dispatch(x, here, routing.weights_TK)
-        counts = Counts([], arrived.counts_M)
+        counts = Counts(list, arrived.counts_M)
         out_rows = _KernelMLP.apply(arrived.rows_RD, step, "up", "down", counts, 1, self.up, self.down)
         y = self.dispatcher.combine(out_rows, arrived.handle)
         grads = list(torch.autograd.grad(y, (x, self.router.weight, self.up, self.down), grad))

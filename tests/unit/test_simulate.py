@@ -240,6 +240,12 @@ def test_calibrations_that_cannot_be_are_refused(tmp_path: Path, content: str, m
         load_hardware(str(tmp_path / "file.json"))
 
 
+def test_a_copy_is_worth_what_it_takes() -> None:
+    machine = Hardware("", "", EXPERT.flop_per_row, copy_s=3.0, copy_bytes_per_s=EXPERT.copy_bytes, copy_exposed=0.5)
+    assert machine.copy_tokens(EXPERT) == 2
+    assert Hardware("", "", 1e30, copy_s=1.0).copy_tokens(EXPERT) == 2**18, "a toy's expert on a fast machine"
+
+
 def test_a_calibration_is_read_back(tmp_path: Path) -> None:
     machine = Hardware("mine", "measured", 1e12, copy_s=1e-5, full_duplex=False)
     (tmp_path / "file.json").write_text(machine.to_json())

@@ -84,7 +84,7 @@ def test_every_row_is_in_one_bucket_and_a_bucket_is_larger_only_for_one_row(buck
     for bucket in buckets:
         if bucket.num_bytes > max(bucket_bytes, 16):
             (piece,) = bucket.pieces
-            assert not split or piece.count == 1
+            assert not split or piece.num_rows == 1
     assert split or all(piece.row == 0 for bucket in buckets for piece in bucket.pieces)
 
 

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import torch
 
-from equipoise.balance.plan import Placement
+from equipoise.balance.plan import INT32_MAX, Placement
 from equipoise.balance.protocol import PPM, PlannerSettings, check_counts, check_sizes
 from equipoise.balance.rules import COPIES_BITS, HUGE, TARGET_BITS, TARGET_STEPS, VARIANT_BITS, VARIANTS
 
@@ -73,9 +73,10 @@ def _plan_part(
     home_PM = np.empty((P, M), np.int64)
     ranks_P = np.empty(P, np.int64)
     left_PM = np.empty((P, M), np.int64)
-    load_P = np.empty(P, np.int64)
+    load_P = np.empty(P, np.int32)  # counts fit (check_counts), and a search of narrow numbers is vectorised
     free_P = np.empty(P, np.int64)
     sent_P = np.empty(P, np.int64)
+    open_P = np.empty(P, np.int64)
     moves_S3 = np.empty((max(1, P * R), 3), np.int64)
     best_S3 = np.empty((max(1, P * R), 3), np.int64)
     filled_P = np.empty(P, np.int64)
@@ -93,7 +94,7 @@ def _plan_part(
             continue
         count = _search(
             home_PM, ranks_P, R, tolerance_ppm, min_tokens, domain, copy_tokens, rules_V3, steps_K,
-            left_PM, load_P, free_P, sent_P, moves_S3, best_S3,
+            left_PM, load_P, free_P, sent_P, open_P, moves_S3, best_S3,
         )  # fmt: skip
         for i in range(count):
             expert, rank, tokens = best_S3[i, 0], best_S3[i, 1], best_S3[i, 2]
@@ -107,7 +108,7 @@ def _plan_part(
 @jit
 def _search(
     home_PM, ranks_P, R, tolerance_ppm, min_tokens, domain, copy_tokens, rules_V3, steps_K,
-    left_PM, load_P, free_P, sent_P, moves_S3, best_S3,
+    left_PM, load_P, free_P, sent_P, open_P, moves_S3, best_S3,
 ):  # fmt: skip
     """The winner's copies in `best_S3`; returns their number."""
     P = ranks_P.shape[0]
@@ -135,7 +136,7 @@ def _search(
         for index in range(rules_V3.shape[0]):
             key, moved = _run(
                 home_PM, ranks_P, target, rules_V3[index], R, min_tokens, domain, copy_tokens, number, index, best,
-                left_PM, load_P, free_P, sent_P, moves_S3,
+                left_PM, load_P, free_P, sent_P, open_P, moves_S3,
             )  # fmt: skip
             if key >= 0:
                 best, count = key, moved
@@ -177,7 +178,7 @@ def _least_score(home_PM, ranks_P, target, copy_tokens):
 @jit
 def _run(
     home_PM, ranks_P, target, rule, R, min_tokens, domain, copy_tokens, number, index, best,
-    left_PM, load_P, free_P, sent_P, moves_S3,
+    left_PM, load_P, free_P, sent_P, open_P, moves_S3,
 ):  # fmt: skip
     """One candidate: its key and how many moves are in `moves_S3`; a key of -1 when it cannot beat `best`."""
     P, M = home_PM.shape
@@ -186,48 +187,52 @@ def _run(
     if keeps_pair:
         fill = R
     left_PM[:] = home_PM
-    load_P[:] = ranks_P
-    free_P[:] = R
-    sent_P[:] = 0
+    num_open = 0  # ranks below the target with a free slot, ascending
+    for p in range(P):
+        load_P[p] = ranks_P[p]
+        free_P[p] = R
+        sent_P[p] = 0
+        if ranks_P[p] < target:
+            open_P[num_open] = p
+            num_open += 1
     tail = (number << _AFTER_NUMBER) + index
     count, busiest = 0, 0
     is_pair, giver, receiver = False, 0, 0
+    limit = np.int32(target)  # below the input's largest load, or this candidate could not win
     while True:
-        top_rank = 0
-        for p in range(1, P):
-            if load_P[p] > load_P[top_rank]:
-                top_rank = p
-        top = load_P[top_rank]
+        top = _largest(load_P)
         if ((target + copy_tokens * busiest) << _AFTER_SCORE) + (count << VARIANT_BITS) + tail >= best:
             return -1, 0
-        if top <= target:
+        if top <= limit:
             break
         if not is_pair:
-            giver = top_rank
-            if giver_first < 0:
-                for p in range(P):
-                    if target < load_P[p] < load_P[giver] or (load_P[p] == load_P[giver] and p < giver):
-                        giver = p
-        want = max(load_P[giver] - target, min_tokens)
+            giver = 0
+            if giver_first > 0:
+                while load_P[giver] != top:
+                    giver += 1
+            else:
+                least = _least_above(load_P, limit)
+                while load_P[giver] != least:
+                    giver += 1
+        given = np.int64(load_P[giver])
+        want = max(given - target, min_tokens)
         largest = 0
         for m in range(M):
             largest = max(largest, left_PM[giver, m])
         if not is_pair:
-            first, last = 0, P
-            if domain < P:
-                first = giver // domain * domain
-                last = first + domain
             if kind == _FIT:
                 full = target - min(want, largest)  # loads up to this leave enough room
             elif kind == _LARGE:
-                full = target - HUGE
+                full = -1
             else:
                 full = target - min_tokens
             fullest, emptiest, receiver, fallback = -1, target, -1, -1
-            for p in range(first, last):
-                tokens = load_P[p]
-                if tokens >= target or free_P[p] == 0:
+            home = giver // domain
+            for i in range(num_open):
+                p = open_P[i]
+                if domain < P and p // domain != home:
                     continue
+                tokens = np.int64(load_P[p])
                 if fullest < tokens <= full:
                     fullest, receiver = tokens, p
                 if tokens < emptiest:
@@ -236,7 +241,7 @@ def _run(
                 receiver = fallback
             if receiver < 0:
                 break
-        space = target - load_P[receiver]
+        space = target - np.int64(load_P[receiver])
         move = space if free_P[receiver] <= fill else min(want, space)
         local, tokens = -1, HUGE
         for m in range(M):
@@ -251,9 +256,13 @@ def _run(
         if move < min_tokens:
             break
         left_PM[giver, local] -= move
-        load_P[giver] -= move
+        load_P[giver] = given - move
         load_P[receiver] += move
         free_P[receiver] -= 1
+        if given >= target > given - move and free_P[giver] > 0:
+            num_open = _insert(open_P, num_open, giver)
+        if free_P[receiver] == 0 or load_P[receiver] == limit:
+            num_open = _remove(open_P, num_open, receiver)
         moves_S3[count, 0] = giver * M + local
         moves_S3[count, 1] = receiver
         moves_S3[count, 2] = move
@@ -261,6 +270,42 @@ def _run(
         sent_P[giver] += 1
         busiest = max(busiest, max(sent_P[giver], R - free_P[receiver]))
         is_pair = keeps_pair and space - move >= min_tokens and free_P[receiver] > 0
-    score = max(load_P.max(), target) + copy_tokens * busiest
+    score = max(np.int64(_largest(load_P)), target) + copy_tokens * busiest
     key = (score << _AFTER_SCORE) + (count << VARIANT_BITS) + tail
     return (key, count) if key < best else (-1, 0)
+
+
+@jit
+def _largest(load_P):
+    top = np.int32(0)
+    for load in load_P:
+        top = max(top, load)
+    return top
+
+
+@jit
+def _least_above(load_P, limit):
+    least = np.int32(INT32_MAX)
+    for load in load_P:
+        least = min(least, load if load > limit else np.int32(INT32_MAX))
+    return least
+
+
+@jit
+def _insert(open_P, num_open, rank):
+    place = num_open
+    while place > 0 and open_P[place - 1] > rank:
+        open_P[place] = open_P[place - 1]
+        place -= 1
+    open_P[place] = rank
+    return num_open + 1
+
+
+@jit
+def _remove(open_P, num_open, rank):
+    place = 0
+    while open_P[place] != rank:
+        place += 1
+    for i in range(place, num_open - 1):
+        open_P[i] = open_P[i + 1]
+    return num_open - 1

@@ -178,6 +178,7 @@ class Balancer:
         self._planners: dict[Hashable, Planner] = {}
         self._steps: weakref.WeakValueDictionary[Hashable, Step] = weakref.WeakValueDictionary()
         self._held: OrderedDict[Hashable, Step] = OrderedDict()
+        self._ahead: dict[Hashable, tuple[torch.Tensor, BalancePlan]] = {}
         self._pulls: dict[str, GradientPull] = {}
         self._records: deque[LoadRecord | _UnreadRecord] = deque(maxlen=_MAX_RECORDS)
 
@@ -238,10 +239,14 @@ class Balancer:
 
     def _decide(self, ids_TK: torch.Tensor, key: Hashable, counts_E: torch.Tensor | None) -> Step:
         started = time.perf_counter()
-        if counts_E is None:
-            counts_E = count_load(ids_TK, self.num_experts)
-        load_PE = self._gather(counts_E.to(torch.int32)).cpu()  # the one host sync
-        plan = on_device = self._plan(load_PE, key)
+        ahead = self._ahead.pop(key, None)
+        if ahead is None:
+            if counts_E is None:
+                counts_E = count_load(ids_TK, self.num_experts)
+            load_PE = self._gather(counts_E.to(torch.int32)).cpu()  # the one host sync
+            ahead = load_PE, self._plan(load_PE, key)
+        load_PE, plan = ahead
+        on_device = plan
         if ids_TK.device.type != "cpu":
             placement = plan.placement.to(ids_TK.device)
             send, recv = (x.to(ids_TK.device, non_blocking=True) for x in (plan.send, plan.recv))
@@ -266,6 +271,27 @@ class Balancer:
         if not _in_backward():
             self._records.append(_UnreadRecord(key, made.load_E, placement))
         return step
+
+    def plan_ahead(self, keys: Sequence[Hashable], ids: Sequence[torch.Tensor]) -> None:
+        """Plans for several layers whose load is known before their forward, as when recorded routing is replayed: one
+        exchange of counts and one host sync for all of them. Collective over the EP group.
+
+        `route` takes these plans; it has to be called with the same ids.
+
+        Args:
+            keys: (layer, microbatch) of each.
+            ids: logical ids_TK of each.
+
+        Where plans are made on the device there is nothing to gain, and nothing is done.
+        """
+        if self._device_planner is not None:
+            return
+        with torch.no_grad(), unseen(), record_function("moe.plan"):
+            counts_LE = torch.stack([count_load(ids_TK, self.num_experts) for ids_TK in ids])
+            load_PLE = self._gather(counts_LE.flatten()).cpu().view(-1, *counts_LE.shape)
+            for number, key in enumerate(keys):
+                load_PE = load_PLE[:, number].contiguous()
+                self._ahead[key] = load_PE, self._plan(load_PE, key)
 
     def remember(self, step: Step) -> None:
         """The step that a recompute of its key will get."""
@@ -297,7 +323,7 @@ class Balancer:
     def _gather(self, counts_E: torch.Tensor) -> torch.Tensor:
         if self.num_ranks == 1:
             return counts_E[None]
-        load_PE = counts_E.new_empty(self.num_ranks, self.num_experts)
+        load_PE = counts_E.new_empty(self.num_ranks, counts_E.numel())
         dist.all_gather_into_tensor(load_PE.view(-1), counts_E.contiguous(), group=self.group)
         return load_PE
 

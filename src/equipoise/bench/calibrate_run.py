@@ -163,9 +163,11 @@ class Stopwatch:
 
 
 def fit_hardware(
-    loads: Sequence[Load], seconds: dict[str, float], config: TrainConfig, world_size: int, name: str, source: str
+    loads: Sequence[Load], seconds: dict[str, float], config: TrainConfig, world_size: int, base: Hardware
 ) -> Hardware:
     """The non-negative rates whose predictions of the loads' steps are best, by relative squares.
+
+    base: name, source, tiles and duplex of the result (`unfitted`).
 
     Raises:
         EquipoiseError: scipy is missing.
@@ -175,7 +177,6 @@ def fit_hardware(
     except ImportError as error:
         raise EquipoiseError("a calibration needs scipy: pip install 'equipoise[bench]'") from error
     expert, tokens = expert_size(config), tokens_per_rank(config, world_size)
-    base = Hardware(name, source, flops_per_s=1.0, full_duplex=False)
     times = np.array([seconds[load.name] for load in loads])
     # The rank that computes longest depends on the rates: refined once they are known.
     hardware = base
@@ -196,6 +197,12 @@ def fit_hardware(
             rest_s=float(rest),
         )
     return hardware
+
+
+def unfitted(name: str, source: str, on_cpu: bool) -> Hardware:
+    """What a fit begins with. A CPU's cores copy themselves what they send and receive, and compute any number of rows;
+    a GPU does both at once, in tiles."""
+    return Hardware(name, source, flops_per_s=1.0, full_duplex=not on_cpu, tile_rows=1 if on_cpu else 128)
 
 
 def _rate(seconds_per_unit: float) -> float:
@@ -267,8 +274,9 @@ def run_calibration(config: TrainConfig, rounds: int, out: Path) -> None:
             seconds = {name: statistics.median(values) for name, values in measured.items()}
             device = world.accelerator.device_name()
             source = f"measured on {world.size} x {device} by `equipoise bench calibrate`"
+            base = unfitted(out.stem, source, world.device.type == "cpu")
             hardware = replace(
-                fit_hardware(loads, seconds, config, world.size, out.stem, source),
+                fit_hardware(loads, seconds, config, world.size, base),
                 measured_with=describe_sizes(config, plan.axes.ep),
             )
             _write(out, hardware)

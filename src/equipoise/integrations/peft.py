@@ -42,8 +42,8 @@ def adapt_experts(model: torch.nn.Module) -> torch.nn.Module:
 
         def fold(self, weight: torch.Tensor) -> torch.Tensor:
             """This rank's experts' weight [M, N, K] with its part of the active adapters added."""
-            experts = self.get_base_layer().balanced_ep
-            first = experts.mesh.get_local_rank() * len(weight)
+            balanced: Any = self.get_base_layer().balanced_ep
+            first = balanced.mesh.get_local_rank() * len(weight)
             for name in () if self.disable_adapters else self.active_adapters:
                 if name in self.lora_A:
                     left, right, scaling = self.get_delta_factors(name)
@@ -51,7 +51,7 @@ def adapt_experts(model: torch.nn.Module) -> torch.nn.Module:
                     weight = torch.baddbmm(weight, left[part], right[part], alpha=scaling)
             return weight
 
-    found = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    found: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     if not found:
         raise ConfigError(
             "the model has no adapter on a parameter of experts: name some as LoraConfig(target_parameters=["

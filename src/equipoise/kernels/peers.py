@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-CHANNELS = 64
+from equipoise.kernels.streams import synchronize
+
+CHANNELS = 256
 """Operations that can have a channel of their own."""
 CONTROL_WORDS = 32
 """int64 words of each channel's counters, and of the words before them."""
@@ -64,8 +66,7 @@ def time_spins(signals: Signals, channel: int) -> tuple[int, float]:
         padded(signals.num_ranks),
         num_warps=1,
     )
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return spins, time.perf_counter() - started
 
 

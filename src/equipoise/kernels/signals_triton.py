@@ -66,14 +66,15 @@ def wait_for_peers(
     word = pad_words(pads_ptr, rank, channel, is_end, P) + peer
     goal = run << NUMBER_BITS
     limit = tl.load(control_ptr, volatile=True)
-    seen = tl.atomic_add(word, tl.zeros([P_PAD], tl.int64), mask=peer < P, sem="acquire", scope="sys")
-    late = tl.min(tl.where((peer < P) & (seen < goal), peer, P), 0)
+    # Plain reads while it is not there: atomic ones queue up, and each would order all memory accesses.
+    seen = tl.load(word, mask=peer < P, other=0, volatile=True)
     spins = tl.zeros([], tl.int64)
-    while (late < P) & (spins < limit):
-        seen = tl.atomic_add(word, tl.zeros([P_PAD], tl.int64), mask=peer < P, sem="acquire", scope="sys")
-        late = tl.min(tl.where((peer < P) & (seen < goal), peer, P), 0)
+    while (tl.min(tl.where(peer < P, seen, goal), 0) < goal) & (spins < limit):
+        seen = tl.load(word, mask=peer < P, other=0, volatile=True)
         spins += 1
         give_way()
+    seen = tl.atomic_add(word, tl.zeros([P_PAD], tl.int64), mask=peer < P, sem="acquire", scope="sys")
+    late = tl.min(tl.where((peer < P) & (seen < goal), peer, P), 0)
     if late < P:
         give_up(control_ptr, channel, late, run)
     tl.debug_barrier()

@@ -60,7 +60,6 @@ def push_kernel(
     run = current_run(control_ptr, channel)
     if pid == 0:
         signal_peers(pads_ptr, channel, rank, run << NUMBER_BITS, False, P, P_PAD)
-    wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
     slot_S = tl.arange(0, S_PAD)
     expert_S = tl.load(slot_expert_ptr + slot_S, mask=slot_S < S, other=-1)
     is_mine_S = (expert_S >= rank * M) & (expert_S < rank * M + M)
@@ -84,6 +83,8 @@ def push_kernel(
         done += num_parts
         at = first.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         words = tl.load(source + at, mask=at < num_words)
+        if task == 0:  # what is read here is no peer's
+            wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
         for part in range(first, num_parts, num_programs):  # the next part is on its way while this one leaves
             after = (zero + part + num_programs) * BLOCK + tl.arange(0, BLOCK)
             following = tl.load(source + after, mask=after < num_words)

@@ -13,6 +13,7 @@ from equipoise.models.config import ModelConfig
 from equipoise.models.recompute import Recompute, recomputed
 from equipoise.moe.experts import ExpertKernel, Experts
 from equipoise.moe.layer import MoELayer
+from equipoise.moe.replay import LayerReplay
 from equipoise.moe.router import Router, Routing
 
 
@@ -65,15 +66,21 @@ class DecoderLayer(nn.Module):
         mask: AttentionMask,
         valid_BS: torch.Tensor | None,
         microbatch: int = 0,
+        replay: LayerReplay | None = None,
     ) -> tuple[torch.Tensor, Routing | None]:
-        return recomputed(self.recompute, self._run, x_BSD, rotary, mask, valid_BS, microbatch)
+        """`replay`: recorded experts of this layer, to be followed."""
+        return recomputed(self.recompute, self._run, x_BSD, rotary, mask, valid_BS, microbatch, replay)
 
-    def _run(self, x_BSD, rotary, mask, valid_BS, microbatch: int) -> tuple[torch.Tensor, Routing | None]:
+    def _run(
+        self, x_BSD, rotary, mask, valid_BS, microbatch: int, replay: LayerReplay | None = None
+    ) -> tuple[torch.Tensor, Routing | None]:
         balancing = self.mlp.balancing if isinstance(self.mlp, MoELayer) else None
-        entered = None if balancing is None else balancing.enter()  # before attention: its backward is then the last
+        entered = None
+        if balancing is not None:  # before attention: its backward is then the last
+            entered = balancing.enter(microbatch, replay, valid_BS)
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, mask)
         normed = self.post_attention_layernorm(x_BSD)
         if self.is_moe:
-            y_BSD, routing = self.mlp(normed, valid_BS, microbatch, entered)
+            y_BSD, routing = self.mlp(normed, valid_BS, microbatch, entered, replay)
             return x_BSD + y_BSD, routing
         return x_BSD + self.mlp(normed), None

@@ -16,6 +16,7 @@ from equipoise.models.layer import DecoderLayer
 from equipoise.models.mtp import MTPLayer, shift_left, tokens_in_reach
 from equipoise.models.rotary import rotary_tables
 from equipoise.moe.experts import ExpertKernel
+from equipoise.moe.replay import RoutingReplay
 from equipoise.moe.router import Routing
 from equipoise.symmetric.space import SymmetricSpace
 
@@ -57,6 +58,7 @@ class Decoder(nn.Module):
         valid_BS: torch.Tensor | None,
         microbatch: int = 0,
         reach: Sequence[torch.Tensor] = (),
+        replay: RoutingReplay | None = None,
     ) -> tuple[list[torch.Tensor], list[Routing]]:
         """Hidden states [B, S, D] of the model and of each multi-token-prediction layer, and the routings of all.
 
@@ -69,8 +71,13 @@ class Decoder(nn.Module):
         rotary = rotary_tables(position_ids_BS, config.head_dim, config.rope_theta, x_BSD.dtype, config.rope_scaling)
         mask = document_mask(document_ids_BS)
         num_main, routings = config.num_hidden_layers, []
+        if replay is not None:
+            self._plan_ahead(replay, valid_BS, microbatch)
         for layer in self.layers[:num_main]:
-            x_BSD, routing = layer(x_BSD, rotary, mask, valid_BS, microbatch)
+            recorded = None
+            if replay is not None and layer.is_moe:
+                recorded = replay.layer(sum(routing is not None for routing in routings))
+            x_BSD, routing = layer(x_BSD, rotary, mask, valid_BS, microbatch, recorded)
             routings.append(routing)
         hiddens = [self.norm(x_BSD)]
         for layer, reach_BS in zip(self.layers[num_main:], reach):
@@ -79,6 +86,14 @@ class Decoder(nn.Module):
             hiddens.append(x_BSD)
             routings.append(routing)
         return hiddens, [routing for routing in routings if routing is not None]
+
+    def _plan_ahead(self, replay: RoutingReplay, valid_BS: torch.Tensor | None, microbatch: int) -> None:
+        """With the load of every layer known, a balancer plans for all of them at once."""
+        layers = [layer for layer in self.layers[: self.config.num_hidden_layers] if layer.is_moe]
+        balancings = [layer.mlp.balancing for layer in layers]
+        if replay.is_complete and balancings and balancings[0] is not None:
+            recorded = [replay.layer(index) for index in range(len(layers))]
+            balancings[0].plan_ahead(balancings, recorded, valid_BS, microbatch)
 
 
 class LMHead(nn.Linear):
@@ -119,6 +134,7 @@ class MoEForCausalLM(nn.Module):
         document_ids_BS: torch.Tensor | None = None,
         valid_BS: torch.Tensor | None = None,
         microbatch: int = 0,
+        replay: RoutingReplay | None = None,
     ) -> ModelOutput:
         """Runs the model.
 
@@ -129,10 +145,14 @@ class MoEForCausalLM(nn.Module):
             document_ids_BS: integers that differ between packed documents; None for plain causal attention.
             valid_BS: bool, False for padding tokens, which no expert sees and no statistic counts; None means all.
             microbatch: number that tells this forward from others whose backward is still to come.
+            replay: recorded experts of this microbatch, to be followed by all layers but those that predict further
+                tokens.
         """
         depths = self.config.num_nextn_predict_layers if self.training and labels_BS is not None else 0
         reach = tokens_in_reach(input_ids_BS, document_ids_BS, valid_BS, depths)
-        hiddens, routings = self.model(input_ids_BS, position_ids_BS, document_ids_BS, valid_BS, microbatch, reach)
+        hiddens, routings = self.model(
+            input_ids_BS, position_ids_BS, document_ids_BS, valid_BS, microbatch, reach, replay
+        )
         if labels_BS is None:
             return ModelOutput(None, self.lm_head(*hiddens), routings)
         labels = [labels_BS]

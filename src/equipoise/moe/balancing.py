@@ -3,13 +3,15 @@
 Shapes: T tokens, D features, K experts per token, R rows, M + R physical experts here.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from equipoise.balance import Attached, Balancer, Entered, Step
 from equipoise.dispatch.base import DeviceExchange, Exchange
 from equipoise.moe.experts import Experts
+from equipoise.moe.replay import LayerReplay
 from equipoise.moe.router import Routing
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
@@ -22,10 +24,12 @@ def expert_shapes(hidden_size: int, intermediate_size: int) -> dict[str, tuple[i
 
 @dataclass(frozen=True)
 class EnteredExperts:
-    """Both weights at the start of the layer."""
+    """Both weights at the start of the layer. ahead: the microbatch's experts, placed already where its load is known
+    before the layer's forward."""
 
     gate_up: Entered
     down: Entered
+    ahead: "BalancedExperts | None" = None
 
 
 @dataclass(frozen=True)
@@ -63,16 +67,47 @@ class ExpertBalancing:
     def __init__(self, balancer: Balancer, layer: int, experts: Experts) -> None:
         self.balancer, self.layer, self.weights = balancer, layer, experts
 
-    def enter(self) -> EnteredExperts:
-        """At the start of the decoder layer."""
-        return EnteredExperts(
+    def enter(
+        self, microbatch: int = 0, replay: LayerReplay | None = None, valid: torch.Tensor | None = None
+    ) -> EnteredExperts:
+        """At the start of the decoder layer. With a complete replay the replicas are placed now, and their weights are
+        on the way while attention runs; `valid` (bool) marks the real tokens."""
+        entered = EnteredExperts(
             self.balancer.enter(GATE_UP, self.weights.gate_up_proj), self.balancer.enter(DOWN, self.weights.down_proj)
         )
+        if replay is None or not replay.is_complete:
+            return entered
+        return replace(entered, ahead=self._place(_known_ids(replay, valid), None, microbatch, entered))
+
+    def plan_ahead(
+        self,
+        layers: "Sequence[ExpertBalancing]",
+        replays: Sequence[LayerReplay],
+        valid: torch.Tensor | None,
+        microbatch: int,
+    ) -> None:
+        """Plans for layers of complete replays with one exchange of counts. Collective over the EP group."""
+        keys = [(layer.layer, microbatch) for layer in layers]
+        self.balancer.plan_ahead(keys, [_known_ids(replay, valid) for replay in replays])
 
     def route(self, routing: Routing, microbatch: int, entered: EnteredExperts | None) -> BalancedExperts:
-        """Places replicas for one microbatch and starts to send them their weights."""
+        """Places replicas for one microbatch and starts to send them their weights, unless that was done ahead."""
         entered = entered or self.enter()
-        step = self.balancer.route(routing.ids_TK, (self.layer, microbatch), routing.counts_E)
+        ahead = entered.ahead
+        is_checked = ahead is not None and routing.ids_TK.device.type == "cpu"
+        if is_checked and not torch.equal(routing.ids_TK, ahead.step.ids_TK):
+            raise RuntimeError(f"{ahead.step.where}: the router followed other experts than those planned ahead")
+        return ahead or self._place(routing.ids_TK, routing.counts_E, microbatch, entered)
+
+    def _place(
+        self, ids_TK: torch.Tensor, counts_E: torch.Tensor | None, microbatch: int, entered: EnteredExperts
+    ) -> BalancedExperts:
+        step = self.balancer.route(ids_TK, (self.layer, microbatch), counts_E)
         return BalancedExperts(
             step, step.attach(GATE_UP, entered.gate_up), step.attach(DOWN, entered.down), self.weights.kernel
         )
+
+
+def _known_ids(replay: LayerReplay, valid: torch.Tensor | None) -> torch.Tensor:
+    """What the router will say: the recorded experts, and none for padding."""
+    return replay.ids_TK if valid is None else torch.where(valid.view(-1, 1), replay.ids_TK, -1)

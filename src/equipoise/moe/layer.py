@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from equipoise.dispatch.base import Dispatcher
 from equipoise.moe.experts import Experts
+from equipoise.moe.replay import LayerReplay
 from equipoise.moe.router import Router, Routing
 
 if TYPE_CHECKING:
@@ -59,13 +60,14 @@ class MoELayer(nn.Module):
         valid_BS: torch.Tensor | None = None,
         microbatch: int = 0,
         entered: "EnteredExperts | None" = None,
+        replay: LayerReplay | None = None,
     ) -> tuple[torch.Tensor, Routing]:
         """Balancing needs `microbatch`, different for all whose backward is still to come, and `entered`, what
-        `balancing.enter` gave at the start of the decoder layer."""
+        `balancing.enter` gave at the start of the decoder layer. `replay`: recorded experts to be followed."""
         x_TD = x_BSD.flatten(0, 1)
         phase = _no_phase if self.observer is None else self.observer.phase
         with record_function("moe.router"), phase("router"):
-            routing = self.gate(x_TD, None if valid_BS is None else valid_BS.flatten())
+            routing = self.gate(x_TD, None if valid_BS is None else valid_BS.flatten(), replay)
         ids_TK, exchange, step = routing.ids_TK, None, None
         experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self.experts
         if self.balancing is not None:

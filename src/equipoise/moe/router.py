@@ -14,6 +14,7 @@ from equipoise.distributed.collectives import Group
 from equipoise.kernels.router_weights import router_weights
 from equipoise.kernels.select_experts import select_experts
 from equipoise.moe.losses import BalanceScope, balance_loss, z_loss
+from equipoise.moe.replay import LayerReplay, Replayed, replay_choice
 from equipoise.moe.synthetic import SyntheticRouting
 
 
@@ -41,6 +42,7 @@ class Routing(NamedTuple):
     weights_TK: float32 combine weights; carry the router's gradient.
     counts_E: int32 tokens of each expert on this rank.
     aux_loss, z_loss: float32 scalars, means over this microbatch's tokens; 0 without gradient when switched off.
+    replayed: set when recorded ids took the place of the router's choice. `router_counts_E` is then its own choice.
     """
 
     ids_TK: torch.Tensor
@@ -48,6 +50,12 @@ class Routing(NamedTuple):
     counts_E: torch.Tensor
     aux_loss: torch.Tensor
     z_loss: torch.Tensor
+    replayed: Replayed | None = None
+
+    @property
+    def router_counts_E(self) -> torch.Tensor:
+        """What a selection bias is updated from: the choice of the router, also where it was not followed."""
+        return self.counts_E if self.replayed is None else self.replayed.live_counts_E
 
 
 class Router(nn.Module):
@@ -79,8 +87,10 @@ class Router(nn.Module):
             self.e_score_correction_bias = before.to(after.device)
         return self
 
-    def forward(self, x_TD: torch.Tensor, valid_T: torch.Tensor | None = None) -> Routing:
-        """Routes tokens. `valid_T` (bool) marks the real ones; None means all."""
+    def forward(
+        self, x_TD: torch.Tensor, valid_T: torch.Tensor | None = None, replay: LayerReplay | None = None
+    ) -> Routing:
+        """Routes tokens. `valid_T` (bool) marks the real ones; None means all. `replay`: recorded ids to follow."""
         config = self.config
         logits_TE = F.linear(x_TD.float(), self.weight.float())
         if config.scoring_func == "softmax":
@@ -94,6 +104,9 @@ class Router(nn.Module):
             choice_TE, valid_T = self.synthetic.choose(choice_TE, valid_T)
             bias_E, groups = None, (1, 1)
         ids_TK, counts_E = select_experts(choice_TE, bias_E, valid_T, config.num_experts_per_tok, *groups)
+        router_counts_E, replayed = counts_E, None
+        if replay is not None:
+            ids_TK, counts_E, replayed = replay_choice(replay, ids_TK, counts_E)
         weights_TK = router_weights(
             logits_TE,
             scores_TE,
@@ -106,6 +119,6 @@ class Router(nn.Module):
         aux = zero
         if config.aux_loss:
             group = self.balance_group if config.aux_loss_scope == "global_batch" else None
-            aux = balance_loss(probs_TE, counts_E, valid_T, config.num_experts_per_tok, group)
+            aux = balance_loss(probs_TE, router_counts_E, valid_T, config.num_experts_per_tok, group)
         z = z_loss(logits_TE, valid_T) if config.z_loss else zero
-        return Routing(ids_TK, weights_TK, counts_E, aux, z)
+        return Routing(ids_TK, weights_TK, counts_E, aux, z, replayed)

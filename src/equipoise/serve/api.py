@@ -70,10 +70,13 @@ class DestroyGroup(Config):
 
 
 class Begin(Config):
-    """Body of `POST /begin_weight_update`. `take_over` gives up an update that another trainer has left open."""
+    """Body of `POST /begin_weight_update`: a manifest, or the version and digest of one that was sent before.
+    `take_over` gives up an update that another trainer has left open."""
 
     update_id: Name
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] | None = None
+    version: Name | None = None
+    digest: Name | None = None
     take_over: bool = False
 
 
@@ -403,7 +406,10 @@ class Api:
         return _ok(f"left {body.group_name!r}" if found else f"there was no group {body.group_name!r}")
 
     async def begin(self, body: Begin) -> Any:
-        await self._call(lambda: self.loop.begin(body.update_id, body.manifest, body.take_over))
+        if body.manifest is None and (body.version is None or body.digest is None):
+            raise ConfigError("give a manifest, or the version and digest of one that was sent before")
+        version, digest = body.version or "", body.digest or ""
+        await self._call(lambda: self.loop.begin(body.update_id, version, digest, body.manifest, body.take_over))
         return _ok("send the buckets, then commit")
 
     async def from_distributed(self, body: FromDistributed) -> Any:

@@ -241,7 +241,9 @@ class EngineLoop:
 
     # Weight updates
 
-    def begin(self, update_id: str, manifest: dict[str, Any], take_over: bool) -> None:
+    def begin(
+        self, update_id: str, version: str, digest: str, manifest: dict[str, Any] | None, take_over: bool
+    ) -> None:
         """Opens an update. Refused while the engine generates, or while another is open (unless it takes over)."""
         if not self.is_paused:
             raise Refused("the engine is generating: pause_generation first")
@@ -252,9 +254,10 @@ class EngineLoop:
                     "or abandon it, or begin with take_over if its trainer is gone"
                 )
             self.abandon(None, f"update {update_id!r} took over")
-        parsed = Manifest.parse(manifest)
-        self._on_ranks("begin", manifest=parsed.model_dump(mode="json"))
-        self._update = _Update(update_id, parsed)
+        self._on_ranks("begin", manifest=manifest, version=version, digest=digest)
+        opened = self.worker.receiver.manifest
+        assert opened is not None
+        self._update = _Update(update_id, opened)
 
     def _of(self, update_id: str) -> _Update:
         if self._update is None:

@@ -22,6 +22,7 @@ from equipoise.serve.request import Prompt
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
+UNKNOWN_LAYOUT = "send the whole manifest"
 
 
 class Job:
@@ -123,10 +124,17 @@ class Worker:
 
     # Weight updates
 
-    def do_begin(self, manifest: dict[str, Any]) -> None:
+    def do_begin(self, manifest: dict[str, Any] | None, version: str, digest: str) -> None:
+        """Opens an update by its manifest, or by the digest of one that was sent before."""
         if WEIGHTS in self.released:
             raise WeightUpdateError("the weights' memory is released: resume it first")
-        self.receiver.begin(Manifest.parse(manifest))
+        if manifest is not None:
+            self.receiver.begin(Manifest.parse(manifest))
+            return
+        known = self.receiver.knows(digest)
+        if known is None:
+            raise WeightUpdateError(f"there is no layout {digest!r}: {UNKNOWN_LAYOUT}")
+        self.receiver.begin(known.renamed(version))
 
     def do_commit(self, sums: list[list[int]]) -> str:
         if self.jobs:

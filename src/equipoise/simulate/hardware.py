@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from equipoise.balance.rules import MAX_COPY_TOKENS
 from equipoise.errors import ConfigError
 
 KIND = "equipoise.hardware"
@@ -107,9 +108,9 @@ class Hardware:
             )
 
     def copy_tokens(self, expert: ExpertSize) -> int:
-        """One replica's exposed time in rows of an expert: `copy_tokens` of the balancer's settings."""
+        """One replica's exposed time in rows of an expert: the balancer's `copy_tokens`, at most its largest."""
         seconds = self.copy_exposed * (self.copy_s + expert.copy_bytes / self.copy_bytes_per_s)
-        return round(seconds * self.flops_per_s / expert.flop_per_row)
+        return min(round(seconds * self.flops_per_s / expert.flop_per_row), MAX_COPY_TOKENS)
 
     def to_json(self) -> str:
         """The calibration file's text; infinite rates are left out."""

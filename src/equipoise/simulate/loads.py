@@ -5,14 +5,17 @@ Shapes: N layers of one microbatch, P ranks of an EP group, E experts, U units (
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from equipoise.balance.plan import experts_per_rank
 from equipoise.errors import ConfigError, TraceError
 from equipoise.moe.synthetic import WORKLOADS, Workload
-from equipoise.observe.reader import Trace
-from equipoise.observe.schema import SEQUENCES
+
+if TYPE_CHECKING:  # a workload needs no pyarrow
+    from equipoise.observe.reader import Trace
 
 LOGNORMAL = "lognormal"
 SIGMA = 1.0
@@ -27,6 +30,16 @@ class LoadBlock:
     microbatch: int
     layers_N: np.ndarray
     load_NPE: np.ndarray
+
+    @cached_property
+    def load_NE(self) -> np.ndarray:
+        """int64: rows of each expert."""
+        return self.load_NPE.sum(1, dtype=np.int64)
+
+    @cached_property
+    def sent_NP(self) -> np.ndarray:
+        """int64: rows of each source rank."""
+        return self.load_NPE.sum(2, dtype=np.int64)
 
 
 def workload_name(name: str) -> str:
@@ -74,26 +87,22 @@ def drawn_loads(
     """
     E, P = num_experts, num_ranks
     experts_per_rank(E, P)
+    from equipoise.simulate.scatter import scatter
+
     workload = Workload(name, imbalance, E, num_experts_per_tok, P) if name != LOGNORMAL else None
     token_shares = np.ones(P)
     if workload is not None:
         token_shares = np.array([workload.routing(0, rank).token_share for rank in range(P)])
     rows_P = np.round(tokens * token_shares) * num_experts_per_tok
+    if workload is None:
+        shares_NE = np.exp(SIGMA * np.random.default_rng(seed).standard_normal((num_layers, E)))
+        shares_NE = _capped(shares_NE / shares_NE.sum(1, keepdims=True), 1 / num_experts_per_tok)
     for step in range(num_microbatches):
         rng = np.random.default_rng([seed, step])
-        if workload is None:
-            shares_NE = np.exp(SIGMA * np.random.default_rng(seed).standard_normal((num_layers, E)))
-            shares_NE = _capped(shares_NE / shares_NE.sum(1, keepdims=True), 1 / num_experts_per_tok)
-        else:
+        if workload is not None:
             shares_E = np.array(workload.shares(step))
             shares_NE = np.stack([np.roll(shares_E, layer % P * (E // P)) for layer in range(num_layers)])
-        mean_NPE = shares_NE[:, None, :] * rows_P[:, None]
-        spread_NPE = np.sqrt(mean_NPE * (1 - shares_NE[:, None, :])).astype(np.float32)
-        noise_NPE = rng.standard_normal((num_layers, P, E), np.float32)
-        wish_NPE = np.maximum(mean_NPE + spread_NPE * noise_NPE, 0)
-        ends_NPE = wish_NPE.cumsum(2)
-        ends_NPE *= rows_P[:, None] / np.maximum(ends_NPE[:, :, -1:], 1e-30)
-        load_NPE = np.diff(np.rint(ends_NPE).astype(np.int32), axis=2, prepend=np.int32(0))
+        load_NPE = scatter(shares_NE, rows_P, rng.standard_normal((num_layers, P, E), np.float32))
         yield LoadBlock(step, 0, np.arange(num_layers), load_NPE)
 
 
@@ -109,7 +118,7 @@ def _capped(shares_NE: np.ndarray, limit: float) -> np.ndarray:
     return shares_NE
 
 
-def trace_loads(trace: Trace, num_ranks: int, steps: tuple[int, int] | None = None) -> Iterator[LoadBlock]:
+def trace_loads(trace: "Trace", num_ranks: int, steps: tuple[int, int] | None = None) -> Iterator[LoadBlock]:
     """A trace's loads for an EP group of `num_ranks`.
 
     At the trace's own EP size the recorded matrices are replayed. At another, the recorded sequences of a layer, in
@@ -134,7 +143,7 @@ def trace_loads(trace: Trace, num_ranks: int, steps: tuple[int, int] | None = No
         yield LoadBlock(block, 0, np.arange(info.num_layers), part.sum(2, dtype=np.int32))
 
 
-def _recorded(trace: Trace, steps: tuple[int, int] | None) -> Iterator[LoadBlock]:
+def _recorded(trace: "Trace", steps: tuple[int, int] | None) -> Iterator[LoadBlock]:
     """The matrices as they are, one block for each step, microbatch and EP group."""
     key: tuple[int, int, int] | None = None
     layers: list[int] = []
@@ -155,11 +164,11 @@ def _recorded(trace: Trace, steps: tuple[int, int] | None) -> Iterator[LoadBlock
     yield LoadBlock(key[0], key[1], np.array(layers), np.stack(loads))
 
 
-def _units(trace: Trace, steps: tuple[int, int] | None) -> tuple[np.ndarray, int]:
+def _units(trace: "Trace", steps: tuple[int, int] | None) -> tuple[np.ndarray, int]:
     """int32 [L, U, E] and how many units a rank had in a microbatch."""
     info = trace.info
     L, E = info.num_layers, info.num_experts
-    if any(file.table == SEQUENCES for file in trace.files):
+    if any(file.table == "sequences" for file in trace.files):
         table = trace.sequences(steps).sort_by(
             [(name, "ascending") for name in ("layer", "step", "microbatch", "group", "rank", "sequence")]
         )

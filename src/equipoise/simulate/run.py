@@ -148,7 +148,7 @@ class _Planning:
 
     def __call__(self, block: LoadBlock) -> Placement:
         _, P, E = block.load_NPE.shape
-        load_NE = torch.from_numpy(block.load_NPE.sum(1, dtype=np.int64))
+        load_NE = torch.from_numpy(block.load_NE)
         if self.is_off:
             return empty_placement(load_NE, P, 0)
         if self.is_batched:
@@ -190,7 +190,7 @@ def _plan_block(block: LoadBlock, planning: _Planning) -> LayerRows:
     N, P, E = load_NPE.shape
     domain_size = planning.settings.domain_size
     check_sizes(E, P, planning.settings)
-    sent_NP = load_NPE.sum(2, dtype=np.int64)
+    sent_NP = block.sent_NP
     placement = planning(block)
     slots_NS = placement.slot_expert.numpy()
     if planning.is_forced:
@@ -207,7 +207,7 @@ def _simulate_block(
     block: LoadBlock, planning: _Planning, hardware: Hardware, expert: ExpertSize
 ) -> dict[str, np.ndarray]:
     N, P, E = block.load_NPE.shape
-    before_NP = block.load_NPE.reshape(N, P, P, E // P).sum((1, 3), dtype=np.int64)
+    before_NP = block.load_NE.reshape(N, P, E // P).sum(2)
     rows = _plan_block(block, planning)
     cost = layer_cost(hardware, expert, rows)
     return _columns(block, before_NP, rows.rows_BPm.sum(2), rows.out_BPX, rows.copies_BPX, cost)

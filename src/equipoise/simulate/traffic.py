@@ -47,6 +47,14 @@ def _traffic(load_BPE, slots_BS, quota_BI, domain, out_BPX, in_BPX):
                 first_E[expert] = slot
         for expert in range(E):
             home = expert // M
+            if first_E[expert] < 0:  # all rows go home
+                for p in range(P):
+                    rows = np.int64(load_BPE[b, p, expert])
+                    if p != home:
+                        far = 1 if p // domain != home // domain else 0
+                        out_BPX[b, p, far] += rows
+                        in_BPX[b, home, far] += rows
+                continue
             for p in range(P):
                 rest_P[p] = load_BPE[b, p, expert]
             slot = -1  # the master

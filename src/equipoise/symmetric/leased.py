@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from equipoise.kernels.streams import is_capturing
 from equipoise.symmetric.space import SymmetricSpace
 
 
@@ -35,7 +36,7 @@ class LeasedMemory:
         index = self._free.pop()
         piece = self.memory.local[index]
         tensor = _owning_view(piece, lambda: self._free.append(index))
-        if piece.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(piece.device):
             self._captured.append(tensor)
         return index, tensor
 

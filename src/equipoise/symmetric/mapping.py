@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from equipoise.distributed.collectives import Group, live_group
 from equipoise.errors import ConfigError
+from equipoise.kernels.streams import peer_problem
 
 Mapped = tuple[torch.Tensor, list[int]]
 Mapper = Callable[[int, dist.ProcessGroup, torch.device], Mapped]
@@ -38,15 +39,7 @@ def symmetric_problem(device: torch.device, group: Group | None) -> str | None:
         return f"this torch has no symmetric memory: {error}"
     if not hasattr(symmetric_memory, "rendezvous"):
         return "this torch has no symmetric memory"
-    if live_group(group).size() > torch.cuda.device_count():
-        return f"{live_group(group).size()} ranks share {torch.cuda.device_count()} visible GPUs of this host"
-    here = torch.cuda.current_device()
-    unreachable = [i for i in range(torch.cuda.device_count()) if i != here and not _reaches(here, i)]
-    return f"GPU {here} does not reach GPU {unreachable[0]} directly" if unreachable else None
-
-
-def _reaches(here: int, other: int) -> bool:
-    return torch.cuda.can_device_access_peer(here, other)
+    return peer_problem(live_group(group).size())
 
 
 def map_device_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Mapped:

@@ -25,6 +25,7 @@ from equipoise.kernels.peers import (
     Signals,
     time_spins,
 )
+from equipoise.kernels.streams import synchronize
 from equipoise.kernels.triton_support import triton_problem
 from equipoise.symmetric.mapping import Mapper, map_device_memory, map_shared_memory, symmetric_problem
 
@@ -94,8 +95,7 @@ class SymmetricSpace:
         num_bytes = max(-(-math.prod(shape) * dtype.itemsize // 256), 1) * 256
         memory, pointers = self._map(num_bytes, self.group, self.device)
         memory.zero_()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         self.barrier()  # nobody writes into memory that is still to be cleared
         self.num_bytes += num_bytes
         local = memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)

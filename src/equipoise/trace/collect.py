@@ -65,7 +65,7 @@ def load_model(name: str, device: torch.device) -> nn.Module:
             f"equipoise trace needs the package transformers (pip install 'equipoise[hf]'): {error}"
         ) from error
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
@@ -103,9 +103,9 @@ def read_sequences(source: str, column: str | None, tokenizer: str, length: int,
 
 
 @contextmanager
-def _counting(model: nn.Module, found: dict[str, list[torch.Tensor]]) -> Iterator[dict[str, nn.Module]]:
+def _counting(model: nn.Module, found: dict[str, list[torch.Tensor]]) -> Iterator[dict[str, Any]]:
     """Hooks on the modules that hold a layer's experts; each call adds ids_TK to `found`."""
-    modules = {name: m for name, m in model.named_modules() if _holds_experts(m)}
+    modules: dict[str, Any] = {name: m for name, m in model.named_modules() if _holds_experts(m)}
 
     def hook(name: str):
         def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ class OffloadedAdamW(torch.optim.AdamW):
     """The same numbers as `torch.optim.AdamW`. Both moments lie in (pinned) host memory between steps: 8 bytes less on
     the device for each parameter in FP32, for two copies of them over the bus in each step.
 
-    A step goes through its buckets in order. On a stream of their own the moments of the next bucket come while one
-    is updated and those of the one before go back. Step counts stay on the device.
+    A step goes through its buckets in order. On streams of their own, one for each direction of the bus, the moments of
+    the next bucket come while one is updated and those of the one before go back. Step counts stay on the device.
 
     `groups`: parameter groups; each is split into buckets of about `bucket_bytes` of moments on this rank, which
     become the optimizer's `param_groups`. Changes of the moments are finished for the host once the device is
@@ -38,7 +38,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         ]
         super().__init__(buckets, **options)
         self._accelerator = accelerator
-        self._stream = accelerator.new_stream()
+        self._arriving, self._leaving = accelerator.new_stream(), accelerator.new_stream()
 
     def new_state(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A moment of zeros in host memory, laid out like `parameter`; a DTensor for a DTensor."""
@@ -94,30 +94,30 @@ class OffloadedAdamW(torch.optim.AdamW):
             visitors.append((local, torch.empty_like(local, device=_local(parameter).device)))
         allocated = self._accelerator.event()
         allocated.record()
-        allocated.wait(self._stream)  # their memory may have been in use until here
-        with self._accelerator.use_stream(self._stream):
+        allocated.wait(self._arriving)  # their memory may have been in use until here
+        with self._accelerator.use_stream(self._arriving):
             for local, visitor in visitors:
                 local.data = visitor.copy_(local, non_blocking=True)
-        return self._moved(homes, [])
+        return self._moved(self._arriving, homes, [])
 
     def _send_home(self, group: dict[str, Any], homes: dict[int, torch.Tensor]) -> "_Moved":
         """Starts to copy the moments of an updated bucket back; new ones get a home."""
         updated = self._accelerator.event()
         updated.record()
-        updated.wait(self._stream)
+        updated.wait(self._leaving)
         visitors = []
-        with self._accelerator.use_stream(self._stream):
+        with self._accelerator.use_stream(self._leaving):
             for _, local in self._moments(group):
                 home = homes.get(id(local))
                 if home is None:
                     home = host_empty_like(local)
                 visitors.append(local.data)
                 local.data = home.copy_(local, non_blocking=True)
-        return self._moved(homes, visitors)
+        return self._moved(self._leaving, homes, visitors)
 
-    def _moved(self, homes: dict[int, torch.Tensor], visitors: list[torch.Tensor]) -> "_Moved":
+    def _moved(self, stream: Any, homes: dict[int, torch.Tensor], visitors: list[torch.Tensor]) -> "_Moved":
         done = self._accelerator.event()
-        done.record(self._stream)
+        done.record(stream)
         return _Moved(homes, visitors, done)
 
     def _moments(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -12,8 +12,7 @@ explicit:
 On the CPU, under Triton's interpreter, a kernel has run when its launch returns.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -21,6 +20,7 @@ import torch
 from equipoise.balance.replicas import Copies, Masters, ReplicaBuffers
 from equipoise.balance.transport.base import Operation
 from equipoise.kernels.peers import PULL_PROGRAMS, PUSH_PROGRAMS, pull_gradients, push_weights
+from equipoise.kernels.streams import SideStream
 from equipoise.symmetric.space import SymmetricSpace
 
 
@@ -50,13 +50,13 @@ class SymmetricBuffers(ReplicaBuffers):
 class DeviceWork:
     """A transfer on the transport's stream."""
 
-    def __init__(self, done: torch.cuda.Event | None, kept: Sequence[torch.Tensor]) -> None:
+    def __init__(self, done: torch.Event | None, kept: Sequence[torch.Tensor]) -> None:
         self._done, self._kept = done, list(kept)
 
     def wait(self) -> None:
         """The current stream goes on when the transfer is complete; the host does not wait."""
         if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
+            SideStream.join(self._done)
         self._done, self._kept = None, []
 
 
@@ -93,7 +93,7 @@ class SymmetricTransport:
         self.waited_s = 0.0
         self._push = {name: space.channel(f"push of weights {name!r}") for name in buffers.shapes}
         self._pull = {name: space.channel(f"pull of gradients {name!r}") for name in buffers.shapes}
-        self._stream = torch.cuda.Stream(space.device, priority=-1) if space.device.type == "cuda" else None
+        self._stream = SideStream(space.device)
 
     def prepare(self, name: str, device: torch.device, wants_gradients: bool) -> None:
         if device != self.space.device:
@@ -105,25 +105,14 @@ class SymmetricTransport:
     def check(self) -> None:
         self.space.check()
 
-    @contextlib.contextmanager
-    def _beside(self, done: list[torch.cuda.Event]) -> Iterator[None]:
-        """On the transport's stream, after all that the current one holds. Appends the event at its end."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-            done.append(self._stream.record_event())
-
     def push_weights(self, name: str, copies: Copies, masters: Masters, what: str) -> DeviceWork:
         self.space.check(what)
         stacked = isinstance(masters, torch.Tensor)
         tensors = [masters] if isinstance(masters, torch.Tensor) else list(masters)
         tensors = [tensor.contiguous() for tensor in tensors]
         slots_P = self.buffers.pointers_P("weights", name)
-        done: list[torch.cuda.Event] = []
-        with self._beside(done):
+        done: list[torch.Event] = []
+        with self._stream.after_current(done):
             push_weights(
                 self.space.signals,
                 self._push[name],
@@ -140,8 +129,8 @@ class SymmetricTransport:
         self.space.check(what)
         stacked = gradients[0].dim() == len(self.buffers.shapes[name]) + 1
         slots_P = self.buffers.pointers_P("gradients", name)
-        done: list[torch.cuda.Event] = []
-        with self._beside(done):
+        done: list[torch.Event] = []
+        with self._stream.after_current(done):
             pull_gradients(
                 self.space.signals,
                 self._pull[name],

@@ -44,8 +44,8 @@ class Source(Protocol):
     ) -> torch.Tensor:
         """A region of a parameter, contiguous, on the CPU; None is the dtype in `tensors`."""
 
-    def check_contents(self) -> None:
-        """Raises CheckpointError if tensors that have to be equal are not. Reads those."""
+    def check_contents(self, share: int = 0, shares: int = 1) -> None:
+        """Raises CheckpointError if tensors that have to be equal are not. Reads those, or this rank's share."""
 
     def files_beside(self) -> list[Path]:
         """Files of the folder that belong to the model and hold no tensors: tokenizer, chat template, ..."""
@@ -130,9 +130,9 @@ class FolderSource:
         self.folder.reader(key).read_rows(key, first, scale)
         return scale.float()
 
-    def check_contents(self) -> None:
+    def check_contents(self, share: int = 0, shares: int = 1) -> None:
         """Tensors that repeat another have to be equal to it: what they hold is not kept."""
-        for copy, original in self.mapping.copies.items():
+        for copy, original in list(self.mapping.copies.items())[share::shares]:
             if not self.folder.has(copy):
                 continue
             a, b = self.folder.entry(copy), self.folder.entry(original)
@@ -208,7 +208,7 @@ class TrainingSource:
         self._reader.read_data(LoadPlan(items), _OneTensor(out)).wait()
         return out
 
-    def check_contents(self) -> None:
+    def check_contents(self, share: int = 0, shares: int = 1) -> None:
         """Nothing is stored twice."""
 
     def files_beside(self) -> list[Path]:

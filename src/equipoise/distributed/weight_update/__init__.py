@@ -7,7 +7,7 @@ from equipoise.distributed.weight_update.group import UpdateGroup
 from equipoise.distributed.weight_update.intake import Intake, Offer
 from equipoise.distributed.weight_update.manifest import Bucket, Manifest, TensorSpec, plan_buckets, spec_of
 from equipoise.distributed.weight_update.packer import Packer, Region
-from equipoise.distributed.weight_update.phases import UpdateReport
+from equipoise.distributed.weight_update.phases import Phases, UpdateReport
 from equipoise.distributed.weight_update.receiver import Target, WeightReceiver
 from equipoise.distributed.weight_update.sender import WeightSource
 
@@ -22,6 +22,7 @@ __all__ = [
     "Manifest",
     "Offer",
     "Packer",
+    "Phases",
     "Region",
     "Target",
     "TensorSpec",

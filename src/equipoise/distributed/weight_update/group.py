@@ -70,7 +70,8 @@ class UpdateGroup:
         """Starts sending rank 0's tensor, or receiving it; on the current stream of an accelerator."""
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        options.asyncOp = True
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = True
         group = self._group
         if group is None:
             raise WeightUpdateError(f"weight-update group {self.name!r} is closed")

@@ -55,6 +55,7 @@ class Intake:
         self, receiver: WeightReceiver, accelerator: Accelerator, device: torch.device, deadline_s: float
     ) -> None:
         self.receiver, self.accelerator, self.device, self.deadline_s = receiver, accelerator, device, deadline_s
+        self._streams: dict[str, Any] = {}  # kept, since an allocator keeps memory for each
 
     def take_broadcasts(
         self, group: UpdateGroup, indices: Sequence[int], stopped: Callable[[], bool]
@@ -63,7 +64,7 @@ class Intake:
         manifest = self._manifest(indices)
         size = -(-max((manifest.buckets[i].num_bytes for i in indices), default=0) // 256) * 256
         started = time.perf_counter()
-        with self._own_stream():
+        with self._own_stream(group.name):
             room = torch.empty(min(len(indices), NUM_SLOTS) * size, dtype=torch.uint8, device=self.device)
 
             def post(number: int) -> tuple[int, torch.Tensor, dist.Work]:
@@ -97,7 +98,7 @@ class Intake:
         with contextlib.ExitStack() as stack:
             counts = stack.enter_context(contextlib.closing(Reader(offer.counts, write=True)))
             memory = self._open(offer, stack)
-            with self._own_stream():
+            with self._own_stream("memory"):
                 for step, index in enumerate(offer.buckets):
                     started = time.perf_counter()
 
@@ -143,10 +144,12 @@ class Intake:
             raise WeightUpdateError(f"buckets {list(indices)[:5]}: the manifest has {len(manifest.buckets)}")
         return manifest
 
-    def _own_stream(self) -> Any:
+    def _own_stream(self, name: str) -> Any:
         if self.device.type != "cpu":
             self.accelerator.set_device(self.device.index or 0)  # the current device is a thread's own
-        return self.accelerator.use_stream(self.accelerator.new_stream())
+        if name not in self._streams:
+            self._streams[name] = self.accelerator.new_stream()
+        return self.accelerator.use_stream(self._streams[name])
 
     def _wait(self, ready: Callable[[], bool], stopped: Callable[[], bool], what: str) -> None:
         limit = time.monotonic() + self.deadline_s

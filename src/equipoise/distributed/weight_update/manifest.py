@@ -4,8 +4,10 @@ The sender states the whole layout, so both sides agree on it by construction. N
 checkpoints. A bucket is a run of bytes that is moved at a time; a tensor that is larger is split between its rows.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -66,7 +68,11 @@ class Bucket(Config):
 
 
 class Manifest(Config):
-    """One update: the version that it makes, every tensor, every bucket."""
+    """One update: the version that it makes, every tensor, every bucket.
+
+    A trainer's layout is the same in every update. An engine that has seen it knows it by its digest, so only the first
+    update sends all of it.
+    """
 
     version: str = Field(min_length=1, max_length=200)
     tensors: dict[str, TensorSpec]
@@ -83,6 +89,18 @@ class Manifest(Config):
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise WeightUpdateError(f"the manifest is malformed at {where or 'its root'}: {first['msg']}") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything but the version."""
+        layout = self.model_dump_json(exclude={"version"})
+        return hashlib.sha256(layout.encode()).hexdigest()
+
+    def renamed(self, version: str) -> Self:
+        """The same layout for another version; shares everything, checks nothing again."""
+        other = self.model_copy(update={"version": version})
+        other.__dict__["digest"] = self.digest
+        return other
 
     @property
     def num_bytes(self) -> int:

@@ -85,11 +85,13 @@ class Packer:
         """The ranks that have some of each tensor's bytes."""
         self.buckets: Sequence[Bucket] = ()
         self._work: list[list[_Copy | _Run]] = []
+        self._bucket_holders: list[list[int]] = []
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """Takes a layout, the same on every rank."""
         self.buckets = buckets
         self._work = [self._plan(bucket) for bucket in buckets]
+        self._bucket_holders = [self._find_holders(bucket) for bucket in buckets]
 
     def _holds(self, name: str) -> bool:
         region = self._regions[name]
@@ -104,8 +106,10 @@ class Packer:
 
     def bucket_holders(self, index: int) -> list[int]:
         """The ranks that have some of a bucket's bytes; the first of them owns it."""
-        ranks = {rank for piece in self.buckets[index].pieces for rank in self.holders[piece.name]}
-        return sorted(ranks) or [0]
+        return self._bucket_holders[index]
+
+    def _find_holders(self, bucket: Bucket) -> list[int]:
+        return sorted({rank for piece in bucket.pieces for rank in self.holders[piece.name]}) or [0]
 
     def pack(self, index: int, out: torch.Tensor, *, everywhere: bool = False) -> None:
         """Fills `out` (uint8, at least the bucket) on the owner, or on every rank: then, and where there are several

@@ -43,13 +43,21 @@ class WeightReceiver:
         self.manifest: Manifest | None = None
         self._sums: dict[int, torch.Tensor] = {}
         self._is_written = False
+        self._known: Manifest | None = None
+        self._copies_of: dict[int, list[Copy]] = {}
+
+    def knows(self, digest: str) -> Manifest | None:
+        """The layout of that digest, if it is the one of the last update that fitted."""
+        return self._known if self._known is not None and self._known.digest == digest else None
 
     def begin(self, manifest: Manifest) -> None:
         """Opens an update. Raises WeightUpdateError, with nothing changed, for one that does not fit this engine."""
         if self.manifest is not None:
             raise WeightUpdateError(f"an update to version {self.manifest.version!r} is under way: end it first")
-        manifest.check_layout()
-        manifest.check_against(self.specs)
+        if self.knows(manifest.digest) is None:
+            manifest.check_layout()
+            manifest.check_against(self.specs)
+            self._known, self._copies_of = manifest, {}
         if self.dirty is not None and manifest.partial:
             raise WeightUpdateError(f"the weights are dirty ({self.dirty}): a partial update cannot repair them")
         self.manifest, self._sums, self._is_written = manifest, {}, False
@@ -62,7 +70,9 @@ class WeightReceiver:
         bucket = self._open().buckets[index]
         if index in self._sums:
             raise WeightUpdateError(f"bucket {index} has arrived twice")
-        copies = self._copies(bucket)
+        if index not in self._copies_of:
+            self._copies_of[index] = self._copies(bucket)
+        copies = self._copies_of[index]
         self._is_written |= bool(copies)
         self._sums[index] = checksum(data[: bucket.num_bytes])
         with torch.no_grad():

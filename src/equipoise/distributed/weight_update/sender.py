@@ -71,6 +71,7 @@ class WeightUpdate(ABC):
         self._calls = ThreadPoolExecutor(max_workers=32, thread_name_prefix="weight-update")
         self._specs: dict[str, TensorSpec] = {}
         self._packer: Packer | None = None
+        self._manifest: Manifest | None = None
         self.layout = clients[0].layout
         if any(client.layout != self.layout for client in clients):
             raise WeightUpdateError(
@@ -92,12 +93,12 @@ class WeightUpdate(ABC):
         """
         started = time.perf_counter()
         phases = Phases(self.accelerator)
-        manifest: Manifest | None = None
         try:
             self._prepare()
             with phases.host("pause"):
                 self._on_rank_0(lambda client: client.pause())
-            manifest = Manifest(version=version, tensors=self._specs, buckets=list(self.packer.buckets))
+            assert self._manifest is not None
+            manifest = self._manifest.renamed(version)
             with phases.host("begin"):
                 self._on_rank_0(lambda client: client.begin(manifest))
             self.packer.refresh()
@@ -169,6 +170,7 @@ class WeightUpdate(ABC):
                 )
             ]
             self._packer.plan(buckets)
+            self._manifest = Manifest(version="layout", tensors=self._specs, buckets=buckets)
         self._connect()
 
     def _ask_engines(self) -> list[EngineInfo]:
@@ -220,6 +222,8 @@ class WeightUpdate(ABC):
         collective = len(self.packer.bucket_holders(index)) > 1 or (everywhere and self.num_ranks > 1)
         with phases.device("gather and pack" if collective else "pack"):
             self.packer.pack(index, out, everywhere=everywhere)
+        if not self.layout.checks:
+            return torch.zeros((), dtype=torch.int64)
         with phases.device("checksum"):
             return checksum(out[: self.packer.buckets[index].num_bytes])
 

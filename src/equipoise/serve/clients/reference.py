@@ -11,6 +11,7 @@ import numpy as np
 from equipoise.distributed.weight_update import EngineInfo, Layout, Manifest, TensorSpec
 from equipoise.errors import WeightUpdateError
 from equipoise.serve.clients.http import EngineError, JsonClient
+from equipoise.serve.worker import UNKNOWN_LAYOUT
 
 
 class ReferenceClient:
@@ -24,6 +25,7 @@ class ReferenceClient:
         self._http = JsonClient(url, token, timeout_s)
         self.address, self._pause_mode = self._http.url, pause_mode
         self._update_id: str | None = None
+        self._known: str | None = None  # digest of the layout that the engine has
 
     def describe(self) -> EngineInfo:
         info = self._http.get("/get_weights_info")
@@ -56,8 +58,17 @@ class ReferenceClient:
     def begin(self, manifest: Manifest) -> None:
         """Takes over from an update that a trainer before this one has left open."""
         self._update_id = secrets.token_hex(16)
-        body = {"update_id": self._update_id, "manifest": manifest.model_dump(mode="json"), "take_over": True}
-        self._http.post("/begin_weight_update", body)
+        body: dict[str, Any] = {"update_id": self._update_id, "take_over": True}
+        if self._known == manifest.digest:
+            try:
+                short = {"version": manifest.version, "digest": manifest.digest}
+                self._http.post("/begin_weight_update", body | short)
+                return
+            except EngineError as error:
+                if UNKNOWN_LAYOUT not in str(error):
+                    raise
+        self._http.post("/begin_weight_update", body | {"manifest": manifest.model_dump(mode="json")})
+        self._known = manifest.digest
 
     def receive(self, manifest: Manifest, group: str, indices: Sequence[int]) -> None:
         self._http.post(

@@ -1,0 +1,386 @@
+"""Weight updates between two processes on one or two GPUs, and train/generate cycles in one, at the shape of a
+Qwen3-30B-A3B with fewer layers.
+
+--part colocated (one GPU): a trainer and an engine share the device; buckets go through memory that both see. The
+share is of the speed at which the device copies the same bytes once.
+--part distributed (two GPUs): a trainer and an engine with a device each; buckets are broadcast. The share is of the
+speed of the same group's broadcasts of buckets of that size, nothing else running.
+--part cycle (one GPU): TrainAndGenerate, phase by phase.
+
+Each part puts its rows and its keys of the summary into benchmarks/results/weight-update.json and leaves the others'.
+The engine is the real one; its HTTP server here is the standard library's, since machines with GPUs may lack others.
+
+Run: python benchmarks/weight_update_gpu.py --part colocated
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from equipoise.accelerator import get_accelerator
+from equipoise.distributed.weight_update import ColocatedUpdate, DistributedUpdate, Phases
+from equipoise.models.config import ModelConfig
+from equipoise.serve.clients.reference import ReferenceClient
+from equipoise.serve.engine import EngineConfig
+from equipoise.serve.model import build_engine_model
+from equipoise.serve.regions import weight_source
+
+TOKEN = "benchmark"
+MIB = 2**20
+ENGINE = EngineConfig(max_running_requests=8, context_length=512)
+SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+SMALL = {"vocab_size": 512, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+def config_of(layers: int) -> ModelConfig:
+    """The whole shape on a GPU, a toy elsewhere."""
+    on_gpu = get_accelerator().device_type != "cpu"
+    return ModelConfig(**(SHAPE if on_gpu else SHAPE | SMALL), num_hidden_layers=layers)
+
+
+# The engine's process
+
+
+def run_engine(layers: int, dtype: str) -> None:
+    """Serves on a free port, which it prints; ends when its standard input does."""
+    from equipoise.serve.api import Api
+    from equipoise.serve.loop import EngineLoop
+    from equipoise.serve.ranks import Ranks
+    from equipoise.serve.worker import Worker
+
+    accelerator = get_accelerator()
+    accelerator.set_device(0)
+    worker = Worker(config_of(layers), ENGINE, accelerator, getattr(torch, dtype), deadline_s=60)
+    loop = EngineLoop(Ranks(worker.execute), worker, "none", 60)
+    api = Api(loop, TOKEN)
+    routes = api.routes
+
+    def baseline(body: dict[str, Any]) -> dict[str, Any]:
+        """Receives broadcasts through a group that was joined, as the trainer sends them."""
+        accelerator.set_device(0)
+        data = torch.empty(body["num_bytes"], dtype=torch.uint8, device=worker.device)
+        for _ in range(body["times"]):
+            worker.groups[body["group"]].broadcast(data).wait()
+        accelerator.synchronize()
+        return {}
+
+    def memory(body: dict[str, Any]) -> dict[str, Any]:
+        """Peak of tensors since the last call, above what is allocated now."""
+        stats = accelerator.memory()
+        accelerator.reset_peak_memory()
+        return {"above": stats.peak_allocated - stats.allocated}
+
+    class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True
+        wbufsize = 1 << 16
+
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            own = {"/baseline": baseline, "/peak": memory}.get(self.path)
+            if own is not None:
+                status, value = 200, own(json.loads(body or b"{}"))
+            else:
+                spec = routes[(self.command, self.path)]
+                status, value, _ = asyncio.run(api.answer(spec, self.headers.get("authorization", ""), body))
+            data = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    loop.start()
+    print(server.server_address[1], flush=True)
+    sys.stdin.read()
+    loop.close()
+
+
+@contextlib.contextmanager
+def engine_process(layers: int, dtype: str, device: int):
+    """A client of an engine on the device with this number."""
+    variables = dict(os.environ)
+    if get_accelerator().device_type != "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = str(device)
+    command = [sys.executable, __file__, "--role", "engine", "--layers", str(layers), "--dtype", dtype]
+    process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield ReferenceClient(f"http://127.0.0.1:{int(process.stdout.readline())}", TOKEN, timeout_s=60)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+
+
+# Measurements
+
+
+def make_trainer(layers: int, dtype: torch.dtype):
+    """A model with random weights on this process's device."""
+    accelerator = get_accelerator()
+    accelerator.set_device(0)
+    model = build_engine_model(config_of(layers), accelerator.device(), dtype)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    accelerator.synchronize()
+    return model
+
+
+def seconds_of(run, times: int) -> float:
+    """Median of the device's time, after one turn that does not count."""
+    accelerator = get_accelerator()
+    found = []
+    for _ in range(times + 1):
+        start, end = (accelerator.event(timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        accelerator.synchronize()
+        found.append(start.elapsed_ms(end) / 1e3)
+    return statistics.median(found[1:])
+
+
+def copy_speed(num_bytes: int) -> float:
+    """GB/s at which the device copies so many bytes once."""
+    device = get_accelerator().device()
+    source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return num_bytes / seconds_of(lambda: target.copy_(source), 10) / 1e9
+
+
+def measure(update, client: ReferenceClient, bucket_bytes: int, times: int) -> dict[str, Any]:
+    """Medians over updates after the first, and the first, which plans and allocates."""
+    accelerator = get_accelerator()
+    first = update.update("first")
+    client._http.post("/peak")
+    accelerator.reset_peak_memory()
+    before = accelerator.memory().allocated - update.extra_bytes
+    reports = [update.update(str(number)) for number in range(times)]
+    above = accelerator.memory().peak_allocated - before if accelerator.device_type != "cpu" else update.extra_bytes
+    engine_above = client._http.post("/peak")["above"]
+    middle = sorted(reports, key=lambda r: r.seconds)[len(reports) // 2]
+    return {
+        "bucket_mib": bucket_bytes / MIB,
+        "gigabytes": middle.num_bytes / 1e9,
+        "buckets": middle.num_buckets,
+        "seconds_first": first.seconds,
+        "seconds": middle.seconds,
+        "gb_per_s": middle.gigabytes_per_s,
+        "phases_s": middle.phases,
+        "trainer_extra_buckets": above / max(b.num_bytes for b in update.packer.buckets),
+        "engine_extra_buckets": engine_above / max(b.num_bytes for b in update.packer.buckets),
+    }
+
+
+def colocated(layers: int, buckets: list[int], times: int) -> tuple[list[dict], dict[str, Any]]:
+    rows, accelerator = [], get_accelerator()
+    on_gpu = accelerator.device_type != "cpu"
+    copy = copy_speed(4 * 2**30 if on_gpu else 64 * MIB)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = make_trainer(layers, dtype)
+        with engine_process(layers, "bfloat16", 0) as client:
+            for bucket_bytes in buckets:
+                options = {"bucket_bytes": bucket_bytes, "deadline_s": 60}
+                with ColocatedUpdate(weight_source(model), [client], accelerator, **options) as update:
+                    row = measure(update, client, bucket_bytes, times)
+                row |= {"part": "colocated", "trainer_dtype": str(dtype), "copy_gb_per_s": copy}
+                row["share_of_copy"] = row["gb_per_s"] / copy
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+            check_equal(model, client)
+        del model
+        accelerator.empty_cache()
+    best = max((row for row in rows if "bfloat16" in row["trainer_dtype"]), key=lambda row: row["gb_per_s"])
+    summary = {
+        "colocated_share_of_copy": best["share_of_copy"],
+        "colocated_seconds": best["seconds"],
+        "colocated_gigabytes": best["gigabytes"],
+        "extra_memory_buckets": max(max(r["trainer_extra_buckets"], r["engine_extra_buckets"]) for r in rows),
+    }
+    return rows, summary
+
+
+def check_equal(model, client: ReferenceClient) -> None:
+    """A few tensors have the same checksums on both sides."""
+    from equipoise.checkpoint.tensors import checksums
+
+    got = client.checksums()
+    for name in ("model.norm.weight", "lm_head.weight"):
+        (wanted,) = checksums([model.get_parameter(name).detach().bfloat16()]).tolist()
+        assert got[name] == wanted, name
+    expert = model.model.layers[0].mlp.experts.down_proj[3].detach().bfloat16()
+    assert got["model.layers.0.mlp.experts.3.down_proj.weight"] == checksums([expert]).tolist()[0]
+
+
+def distributed(layers: int, buckets: list[int], times: int) -> tuple[list[dict], dict[str, Any]]:
+    rows, accelerator = [], get_accelerator()
+    model = make_trainer(layers, torch.bfloat16)
+    with engine_process(layers, "bfloat16", 1) as client:
+        for bucket_bytes in buckets:
+            options = {"bucket_bytes": bucket_bytes, "deadline_s": 60}
+            with DistributedUpdate(weight_source(model), [client], accelerator, **options) as update:
+                row = measure(update, client, bucket_bytes, times)
+                row |= {"part": "distributed", "broadcast_gb_per_s": broadcast_speed(update, client, 20)}
+                update.disconnect()
+            row["share_of_broadcast"] = row["gb_per_s"] / row["broadcast_gb_per_s"]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        check_equal(model, client)
+    best = max(rows, key=lambda row: row["share_of_broadcast"])
+    summary = {
+        "distributed_share_of_broadcast": best["share_of_broadcast"],
+        "distributed_seconds": best["seconds"],
+        "distributed_gigabytes": best["gigabytes"],
+        "extra_memory_buckets_distributed": max(
+            max(r["trainer_extra_buckets"], r["engine_extra_buckets"]) for r in rows
+        ),
+    }
+    return rows, summary
+
+
+def broadcast_speed(update: DistributedUpdate, client: ReferenceClient, times: int) -> float:
+    """GB/s of the group's own broadcasts of the largest bucket's size, one after another."""
+    num_bytes = max(bucket.num_bytes for bucket in update.packer.buckets)
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=update.device)
+    body = {"group": update._group_name(0), "num_bytes": num_bytes, "times": times}
+    receiving = threading.Thread(target=client._http.post, args=("/baseline", body))
+    receiving.start()
+    assert update.group is not None
+    for _ in range(times // 4):
+        update.group.broadcast(data).wait()
+    get_accelerator().synchronize()
+    phases = Phases(get_accelerator())
+    started = time.perf_counter()
+    with phases.device("broadcasts"):
+        for _ in range(times - times // 4):
+            update.group.broadcast(data).wait()
+    seconds = phases.finish()["broadcasts"]
+    if get_accelerator().device_type == "cpu":
+        seconds = time.perf_counter() - started
+    receiving.join()
+    return num_bytes * (times - times // 4) / seconds / 1e9
+
+
+def cycle(layers: int, cycles: int) -> tuple[list[dict], dict[str, Any]]:
+    from equipoise.distributed.mesh import ParallelConfig, build_meshes, derive_axes
+    from equipoise.distributed.world import join_world
+    from equipoise.serve.cycle import TrainAndGenerate
+    from equipoise.serve.request import Prompt
+    from equipoise.train.optimizer import OptimizerConfig, build_optimizer
+
+    accelerator, config = get_accelerator(), config_of(layers)
+    accelerator.set_device(0)
+    rows: list[dict[str, Any]] = []
+    with join_world(accelerator, timeout_s=120) as world:
+        meshes = build_meshes(derive_axes(ParallelConfig(), 1, config.num_experts), world)
+        model = build_engine_model(config, world.device, torch.float32).requires_grad_(True)
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.02)
+        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-5))
+        options = {"holders": [meshes], "bucket_bytes": 1024 * MIB}
+        turns = TrainAndGenerate(world, model, optimizer, config, ENGINE, torch.bfloat16, **options)
+        ids = torch.randint(0, config.vocab_size, (1, 129), device=world.device)
+        for number in range(cycles):
+            loss = model(ids[:, :-1], ids[:, 1:].contiguous()).loss_sum / 128
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            accelerator.synchronize()
+            turns.records.clear()
+            start = memory_in_use()
+            wish = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_new_tokens": 0}
+            wish |= {"stop_ids": [], "seed": 1, "logprobs": False, "logprob_start": 0, "routes": False}
+            with turns.generating(str(number)):
+                turns.generate([Prompt(rid="a", ids=ids[0, :16].tolist(), routes_start=0, **wish)])
+            before = start
+            for record in turns.records:
+                row = {"part": "cycle", "cycle": number, "phase": record.name, "seconds": record.seconds}
+                row |= {"in_use_gb": record.in_use / 1e9, "freed_gb": (before - record.in_use) / 1e9}
+                before = record.in_use
+                rows.append(row)
+            print(json.dumps({"cycle": number, "in_use_gb": start / 1e9, "loss": loss.item()}), flush=True)
+    later = [row for row in rows if row["cycle"] >= min(2, cycles - 1)]
+    summary: dict[str, Any] = {"cycles": cycles}
+    for name in dict.fromkeys(row["phase"] for row in rows):
+        some = [row for row in later if row["phase"] == name]
+        key = name.replace(" ", "_")
+        summary[f"cycle_{key}_seconds"] = statistics.median(row["seconds"] for row in some)
+        summary[f"cycle_{key}_freed_gb"] = statistics.median(row["freed_gb"] for row in some)
+    ends = [row["in_use_gb"] for row in rows if row["phase"] == "reload optimizer"]
+    summary["cycle_growth_gb"] = ends[-1] - ends[min(1, cycles - 1)]
+    return rows, summary
+
+
+def memory_in_use() -> int:
+    accelerator = get_accelerator()
+    memory = accelerator.memory()
+    return memory.allocated if accelerator.device_type == "cpu" else memory.total - memory.free
+
+
+def save(part: str, rows: list[dict], summary: dict[str, Any], path: Path) -> None:
+    """Beside the rows and keys of the other parts."""
+    from equipoise.bench.results import write_results
+
+    kept, old = [], {}
+    if path.exists():
+        known = json.loads(path.read_text())
+        kept = [row for row in known["rows"] if row["part"] != part]
+        old = known["summary"]
+    write_results(path, kept + rows, old | summary, ["torch"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", choices=["colocated", "distributed", "cycle"], default="colocated")
+    parser.add_argument("--role", choices=["trainer", "engine"], default="trainer")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--buckets-mib", type=float, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--times", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/weight-update.json"))
+    asked = parser.parse_args()
+    if asked.role == "engine":
+        run_engine(asked.layers, asked.dtype)
+        return
+    buckets = [int(size * MIB) for size in asked.buckets_mib]
+    if asked.part == "cycle":
+        rows, summary = cycle(asked.layers, asked.times)
+    else:
+        run = colocated if asked.part == "colocated" else distributed
+        rows, summary = run(asked.layers, buckets, asked.times)
+    save(asked.part, rows, summary, asked.out)
+    print(json.dumps(summary, indent=1))
+
+
+if __name__ == "__main__":
+    main()

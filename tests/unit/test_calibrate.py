@@ -1,0 +1,77 @@
+"""Calibration: the loads tell the parts of the cost model apart, and a fit finds the rates that made the times."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from equipoise.bench.balance import ON
+from equipoise.bench.calibrate_run import calibration_loads, check_study, fit_hardware, predict, unfitted
+from equipoise.bench.results import update_results
+from equipoise.errors import ConfigError
+from equipoise.simulate.hardware import Hardware
+from equipoise.train.config import TrainConfig
+from equipoise.train.load import load_config
+
+RECIPE = Path(__file__).parents[2] / "benchmarks" / "balance-cpu.toml"
+SETTINGS = ["--train.precision", "float32", "--balance.num-redundant-experts-per-rank", "4"]
+
+
+def study(*settings: str, world_size: int = 2) -> TrainConfig:
+    return check_study(load_config(TrainConfig, RECIPE, [*SETTINGS, *settings]), world_size)
+
+
+@pytest.mark.parametrize("top_k", [2, 4, 8])
+def test_a_fit_finds_the_rates_that_made_the_times(top_k: int) -> None:
+    config = study("--model.num-experts-per-tok", str(top_k))
+    truth = Hardware(
+        name="truth",
+        source="made up",
+        flops_per_s=50e9,
+        expert_s=2e-4,
+        source_bytes_per_s=2e9,
+        link_bytes_per_s=1e9,
+        far_bytes_per_s=1e9,
+        full_duplex=False,
+        balance_s=3e-3,
+        copy_bytes_per_s=1.5e9,
+        rest_s=0.4,
+    )
+    loads = calibration_loads(2, 16, top_k)
+    tokens = 64 * 64 // 2
+    seconds = {load.name: predict(load, config, tokens, truth) for load in loads}
+    assert len(set(seconds.values())) == len(loads), "every load takes another time"
+    fitted = fit_hardware(loads, seconds, config, 2, unfitted("truth", "made up", on_cpu=True))
+    for name in ("flops_per_s", "expert_s", "source_bytes_per_s", "link_bytes_per_s", "balance_s", "copy_bytes_per_s"):
+        assert getattr(fitted, name) == pytest.approx(getattr(truth, name), rel=1e-3), name
+    assert fitted.rest_s == pytest.approx(truth.rest_s, rel=1e-6)
+    assert replace(fitted, rest_s=0.0).to_json()
+
+
+@pytest.mark.parametrize(("ranks", "experts", "top_k"), [(2, 4, 4), (4, 8, 2), (8, 8, 1)])
+def test_loads_are_possible_at_awkward_sizes(ranks: int, experts: int, top_k: int) -> None:
+    loads = calibration_loads(ranks, experts, top_k)
+    assert {load.mode for load in loads} >= {ON}
+    for load in loads:
+        matrix = load.matrices(96)[0]
+        routed = 0 if load.name == "no rows" else 48 if load.name == "half the rows" else 96
+        assert matrix.sum(1).tolist() == [routed * top_k] * ranks
+        assert matrix.max() <= 96, "an expert gets each token once"
+
+
+def test_impossible_studies_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at least 2 ranks|ep_size is 1"):
+        study("--parallel.ep-size", "1", world_size=1)
+    with pytest.raises(ConfigError, match="a calibration takes one"):
+        study("--train.micro-batch-size", "8")
+
+
+def test_parts_of_a_results_file_are_replaced_alone(tmp_path: Path) -> None:
+    path = tmp_path / "observe.json"
+    update_results(path, ["a"], [{"part": "a", "x": 1}], {"one": 1, "both": 1}, [])
+    update_results(path, ["b"], [{"part": "b", "x": 2}], {"two": 2, "both": 2}, [])
+    update_results(path, ["a"], [{"part": "a", "x": 3}], {"one": 3}, [])
+    content = json.loads(path.read_text())
+    assert content["rows"] == [{"part": "b", "x": 2}, {"part": "a", "x": 3}]
+    assert content["summary"] == {"one": 3, "two": 2, "both": 2}

@@ -1,0 +1,92 @@
+"""Kernels that work in peers' memory compile for a GPU, in the forms that run there, and access 16 bytes at a time."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMPILE = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+def compile(kernel, types, **fixed):
+    missing = [name for name in kernel.arg_names if name not in types and name not in fixed]
+    assert not missing, missing
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    constants = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+    aligned = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return compiled.asm["ptx"]
+
+group = {"control_ptr": "*i64", "pads_ptr": "*i64", "channel": "i32", "rank": "i32"}
+piece = group | {"piece": "i32", "pieces_ptr": "*i64", "piece_bytes": "i64"}
+two = dict(P=2, P_PAD=2)
+"""
+TRANSFERS = """
+from equipoise.kernels.transfer_triton import pull_kernel, push_kernel
+
+types = group | {"slot_expert_ptr": "*i32", "address": "i64", "table_ptr": "*i64", "slots_ptr": "*i64",
+                 "expert_bytes": "i32", "num_steps": "i32"}
+slots = two | dict(M=4, R=2, S=4, S_PAD=4)
+for table in (False, True):
+    ptx = compile(push_kernel, types, WORD=tl.int64, STEP=16, IS_TABLE=table, ALIGNED=True, BLOCK=1024, **slots)
+    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx
+    for dtype, store in ((tl.bfloat16, "st.global.v4.b32"), (tl.float32, "st.global.v4.b32")):
+        ptx = compile(pull_kernel, types, DTYPE=dtype, STEP=16, IS_TABLE=table, ALIGNED=True, BLOCK=1024, **slots)
+        assert "ld.global.v4.b32" in ptx and store in ptx
+compile(push_kernel, types, WORD=tl.int16, STEP=1, IS_TABLE=False, ALIGNED=False, BLOCK=1024, **slots)
+"""
+ROWS = """
+from equipoise.kernels import rows_triton as rows
+
+copied = two | dict(W=1024, WORD=tl.int64, WORD_BYTES=8, ALIGNED=True, BLOCK=1024)
+types = piece | {"x_ptr": "*i64", "target_ptr": "*i64", "origin_ptr": "*i32", "num_tokens": "i32",
+                 "record_offset": "i64"}
+assert "st.global.v2.b64" in compile(rows.send_rows_kernel, types, K=4, **copied)
+types = piece | {"rows_ptr": "*i64", "record_ptr": "*i64", "total_ptr": "*i32", "num_slots": "i32"}
+assert "st.global.v2.b64" in compile(rows.return_rows_kernel, types, **copied)
+types = {"rows_ptr": "*i64", "record_ptr": "*i64", "total_ptr": "*i32"}
+assert "st.global.v2.b64" in compile(rows.spread_rows_kernel, types, W=1024, BLOCK=1024)
+types = piece | {"grad_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32", "grad_weights_ptr": "*fp32",
+                 "target_ptr": "*i64", "num_tokens": "i32"}
+for want in (True, False):
+    ptx = compile(rows.send_gradients_kernel, types, K=4, D=2048, ITEM_BYTES=2, ALIGNED=True, WANT_WEIGHTS=want,
+                  BLOCK=2048, **two)
+    assert "st.global.v4.b32" in ptx
+for integers in ("*i32", "*i64"):
+    types = group | {"tables_ptr": "*i64", "counts_ptr": integers, "quota_ptr": "*i32", "before_ptr": "*i32"}
+    compile(rows.exchange_counts_kernel, types, J=36, J_PAD=64, **two)
+    types = {"control_ptr": "*i64", "send_ptr": integers, "quota_ptr": "*i32", "before_ptr": "*i32",
+             "ids_ptr": integers, "row_ptr": "*i32", "target_ptr": "*i64", "origin_ptr": "*i32", "counts_ptr": "*i64",
+             "total_ptr": "*i32", "rank": "i32", "capacity": "i32", "num_tokens": "i32"}
+    compile(rows.address_rows_kernel, types, J=36, L=18, K=4, J_PAD=64, L_PAD=32, BLOCK_T=128)
+"""
+PLAN = """
+from equipoise.kernels.plan_triton import plan_kernel
+
+names = ("load", "rules", "steps", "slot_expert", "quota", "send", "recv", "before", "total", "counts")
+types = {f"{name}_ptr": "*i32" for name in names}
+types |= {f"{name}_ptr": "*i64" for name in ("workspace", "control", "pads", "tables")}
+types |= {n: "i32" for n in ("channel", "rank", "tolerance_ppm", "min_tokens", "copy_tokens", "num_targets")}
+fixed = dict(NUM_VARIANTS=6, OFFER_PERIOD=1, LANES=True, P_PAD=32, LOCALS=8, RANK_BITS=5, SLOT_BITS=2, R=2,
+             HAS_EXCHANGE=True)
+small = dict(P=2, E=32, DOMAIN=2, OWN_SUMS=True, HAS_COPY_TIME=False, M_PAD=16, PARTS=3, S_PAD=4, MASTER_BITS=4)
+large = dict(P=8, E=256, DOMAIN=8, OWN_SUMS=False, HAS_COPY_TIME=True, M_PAD=32, PARTS=5, S_PAD=16, MASTER_BITS=5)
+for size in (small, large):
+    ptx = compile(plan_kernel, types, E_PAD=size["E"], **fixed, **size)
+    assert "atom.global.sys.release.exch" in ptx and "sys.acquire" in ptx
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("program", [TRANSFERS, ROWS, PLAN], ids=["transfers", "rows", "plan with exchange"])
+def test_they_compile(program: str, tmp_path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    result = subprocess.run([sys.executable, "-c", COMPILE + program], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
