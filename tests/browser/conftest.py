@@ -142,6 +142,7 @@ class Looker:
 def context(browser: Any) -> Iterator[Any]:
     """One for all tests, so that scripts are compiled once."""
     made = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light", reduced_motion="reduce")
+    made.set_default_timeout(90_000)
     yield made
     made.close()
 
