@@ -147,7 +147,7 @@ def main() -> None:
     earlier = json.loads(path.read_text()) if path.exists() else {"rows": [], "summary": {}}
     kept = [row for row in earlier["rows"] if row.get("part") != "view"]
     mine = [{"part": "view", **sizes, "trace_gb": trace_bytes / 1e9, **row} for row in rows]
-    packages = ["equipoise", "numpy", "pyarrow", "starlette", "uvicorn", "plotly", "playwright", "torch"]
+    packages = ["equipoise", "numpy", "pyarrow", "starlette", "uvicorn", "playwright"]
     write_results(path, kept + mine, earlier["summary"] | summary, packages)
 
 

@@ -67,7 +67,7 @@ def viewing(*paths: Path) -> Iterator[str]:
             yield address_of(listening, "localhost", None)
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +77,7 @@ def address(runs: dict[str, SampleRun]) -> Iterator[str]:
     command = [sys.executable, "-m", "equipoise", "view", "--port", "0"]
     paths = [f"{folder.name}/balanced", f"{folder.name}/off"]
     process = subprocess.Popen([*command, *paths], stdout=subprocess.PIPE, text=True, cwd=folder.parent)
-    deadline = threading.Timer(60, process.kill)
+    deadline = threading.Timer(200, process.kill)
     deadline.start()
     try:
         assert process.stdout is not None
@@ -87,7 +87,7 @@ def address(runs: dict[str, SampleRun]) -> Iterator[str]:
     finally:
         deadline.cancel()
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 class Looker:
@@ -108,7 +108,7 @@ class Looker:
 
     def wait(self, drawn: int = 0) -> None:
         """Until more than `drawn` views have been drawn."""
-        self.page.wait_for_function(f"() => Number(document.body.dataset.drawn || 0) > {drawn}", timeout=20_000)
+        self.page.wait_for_function(f"() => Number(document.body.dataset.drawn || 0) > {drawn}", timeout=90_000)
 
     def leave(self) -> None:
         """Before the server ends, which the page would report."""
@@ -142,6 +142,7 @@ class Looker:
 def context(browser: Any) -> Iterator[Any]:
     """One for all tests, so that scripts are compiled once."""
     made = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light", reduced_motion="reduce")
+    made.set_default_timeout(90_000)
     yield made
     made.close()
 

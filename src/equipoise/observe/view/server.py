@@ -10,18 +10,18 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from equipoise.errors import ConfigError, EquipoiseError
-from equipoise.observe.view.page import FILES, STATIC, plotly_script, served_page
+from equipoise.observe.view.page import PLOTLY, script_source, served_page
 from equipoise.observe.view.runs import Runs
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import Response
+    from starlette.responses import Response as AnyResponse
 
 COOKIE = "equipoise_view"
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; "
-    "frame-ancestors 'none'",
+    "Content-Security-Policy": f"default-src 'self'; script-src 'self' {script_source()}; img-src 'self' data: blob:; "
+    "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -48,15 +48,15 @@ def make_app(runs: Runs, token: str | None) -> "Starlette":
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
         from starlette.middleware.gzip import GZipMiddleware
-        from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse
+        from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
         from starlette.routing import Route
     except ImportError as error:
         raise ConfigError(
             f"the viewer needs {error.name}, which is not installed: pip install 'equipoise[view]'"
         ) from error
-    script, page = plotly_script(), served_page()
+    script, page = PLOTLY.read_bytes(), served_page()
 
-    def refused(request: "Request") -> "Response | None":
+    def refused(request: "Request") -> "AnyResponse | None":
         """The answer to a request without the token, or one that brings it in its address for the first time."""
         if token is None:
             if is_local(request.url.hostname or ""):
@@ -72,22 +72,14 @@ def make_app(runs: Runs, token: str | None) -> "Starlette":
         message = "Open the address that `equipoise view` printed, with its token.\n"
         return PlainTextResponse(message, 401, headers=_HEADERS)
 
-    def root(request: "Request") -> "Response":
+    def root(request: "Request") -> "AnyResponse":
         return refused(request) or HTMLResponse(page, headers=_HEADERS)
 
-    def file(request: "Request") -> "Response":
-        name = request.path_params["name"]
-        if answer := refused(request):
-            return answer
-        if name == "plotly.js":
-            return FileResponse(
-                script, media_type="text/javascript", headers=_HEADERS | {"Cache-Control": "max-age=600"}
-            )
-        if name not in FILES:
-            return PlainTextResponse(f"there is no {name}\n", 404, headers=_HEADERS)
-        return FileResponse(STATIC / name, media_type=FILES[name], headers=_HEADERS)
+    def plotly(request: "Request") -> "AnyResponse":
+        kept = _HEADERS | {"Cache-Control": "max-age=600"}
+        return refused(request) or Response(script, media_type="text/javascript", headers=kept)
 
-    def data(request: "Request") -> "Response":
+    def data(request: "Request") -> "AnyResponse":
         if answer := refused(request):
             return answer
         try:
@@ -99,7 +91,7 @@ def make_app(runs: Runs, token: str | None) -> "Starlette":
 
     # Within one machine, packing takes longer than it saves.
     middleware = [] if token is None else [Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)]
-    routes = [Route("/", root), Route("/api/{name}", data), Route("/{name}", file)]
+    routes = [Route("/", root), Route("/api/{name}", data), Route("/plotly.js", plotly)]
     return Starlette(routes=routes, middleware=middleware)
 
 

@@ -2,7 +2,7 @@
 "use strict";
 
 const REFRESH_MS = 3000;
-const PLOTLY_WAITS_MS = 150; // for the numbers to be shown first, if they come soon
+const PLOTLY_WAITS_MS = 100; // for the numbers to be shown first, if they come soon
 const App = { runs: [], turn: 0, overviews: {} };
 
 function state() {
