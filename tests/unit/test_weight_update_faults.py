@@ -113,17 +113,17 @@ def test_a_manifest_that_is_malformed_is_an_error(spoil) -> None:
 
 
 def test_a_checksum_notices_bytes_that_are_changed_moved_or_missing() -> None:
-    data = torch.randint(0, 256, (40_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data = torch.randint(0, 256, (600_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     whole = int(checksum(data))
     assert int(checksum(data.clone())) == whole
-    for place in (0, 16_383, 16_384, 40_002):
+    for place in (0, 262_143, 262_144, 600_002):
         changed = data.clone()
         changed[place] ^= 1
         assert int(checksum(changed)) != whole
     swapped = data.clone()
     swapped[:4], swapped[4:8] = data[4:8], data[:4]
     assert int(checksum(swapped)) != whole
-    assert int(checksum(torch.cat([data[16_384:32_768], data[:16_384], data[32_768:]]))) != whole
+    assert int(checksum(torch.cat([data[262_144:524_288], data[:262_144], data[524_288:]]))) != whole
     assert int(checksum(data[:-1])) != whole
 
 
