@@ -114,8 +114,8 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
         )
     if config.parallel.dispatcher in ("symmetric", "deepep") and axes.ep == 1:
         raise ConfigError(
-            f"parallel.dispatcher is {config.parallel.dispatcher!r} but parallel.ep_size is 1: there is no other rank to "
-            "send rows to. Choose auto or local, or a larger ep_size"
+            f"parallel.dispatcher is {config.parallel.dispatcher!r} but parallel.ep_size is 1: there is no other "
+            "rank to send rows to. Choose auto or local, or a larger ep_size"
         )
     if config.balance is not None:
         _check_balance(config.balance, axes)
@@ -179,6 +179,6 @@ def _check_balance(balance: BalanceConfig, axes: AxisSizes) -> None:
         )
     if balance.transport == "symmetric" and balance.planner != "exact_load":
         raise ConfigError(
-            f"balance.transport is 'symmetric' but balance.planner is {balance.planner!r}, which plans on the host: choose "
-            "planner exact_load, or transport auto or collective"
+            f"balance.transport is 'symmetric' but balance.planner is {balance.planner!r}, which plans on the host: "
+            "choose planner exact_load, or transport auto or collective"
         )
