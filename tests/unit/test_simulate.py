@@ -272,6 +272,7 @@ def test_a_calibration_is_read_back(tmp_path: Path) -> None:
         (["--workload", "W2", "--ranks", "7"], "128 experts cannot be split evenly"),
         (["--workload", "W2", "--hardware", "tpu"], "no hardware 'tpu'"),
         (["--workload", "W2", "--planners", "best"], "no planner 'best'"),
+        (["--workload", "W2", "--top-k", "200"], "a token cannot have 200 of 128 experts: choose 1 to 128"),
         (["--workload", "lognormal", "--exact"], "leave it out"),
         (["runs", "--workload", "W2"], "one of them"),
         (["nowhere"], "no such file or folder"),
@@ -282,6 +283,20 @@ def test_the_command_refuses_with_a_message(arguments: list[str], message: str) 
     result = CliRunner().invoke(main, ["simulate", *arguments])
     assert result.exit_code in (1, 2), result.output
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("folder", "folder: this is a folder; give the name of a file"), ("file/x.json", "file cannot be made")],
+)
+def test_a_place_for_rows_that_cannot_be_is_refused_before_work(tmp_path: Path, place: str, message: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, ["simulate", "--workload", "W2", "--out", str(tmp_path / place)])
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert "simulating" not in result.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_the_command_prints_a_table_a_plot_and_writes_rows(tmp_path: Path) -> None:
