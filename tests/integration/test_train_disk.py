@@ -24,6 +24,7 @@ def namespaces_work() -> bool:
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not namespaces_work(), reason="needs unprivileged mount namespaces (unshare)"),
 ]
 

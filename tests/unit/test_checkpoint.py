@@ -395,6 +395,7 @@ def test_a_save_that_is_due_waits_for_the_one_before(
         write(*args)
 
     monkeypatch.setattr(LaterWriter, "write", slow)
+    monkeypatch.setattr(saver, "NOTED_S", 0.05)
     writer = CheckpointSaver(tmp_path, WORLD)
     state = trained(0)
     for step in (1, 2):

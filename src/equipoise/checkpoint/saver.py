@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 REMEDY = "Earlier checkpoints are untouched. Check space and permissions, or choose another run folder."
 ABANDON_S = 10.0  # that a run which fails waits for the thread that writes
+NOTED_S = 1.0  # a wait for the save before that is worth a warning
 _TICK_S = 1.0
 
 
@@ -89,13 +90,14 @@ class CheckpointSaver:
         waited_for = self._save
         started = time.monotonic()
         self.finish()
-        if waited_for is not None and not wait and self.world.rank == 0:
+        waited_s = time.monotonic() - started
+        if waited_for is not None and not wait and waited_s >= NOTED_S and self.world.rank == 0:
             logger.warning(
                 "the save of step %d was still being written when that of step %d was due: training waited for "
                 "%.1f s. Save less often (checkpoint.every), or to faster storage",
                 waited_for.step,
                 state.step,
-                time.monotonic() - started,
+                waited_s,
             )
         if self.last_step != state.step:
             self._save = self._start(state, stage=not wait)
