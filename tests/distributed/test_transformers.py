@@ -248,7 +248,7 @@ def run_example(source: str, folder: Path) -> str:
 def example(name: str, folder: Path) -> list[str]:
     """What each rank printed."""
     ((num_ranks, source),) = [(n, source) for found, n, source in EXAMPLE.findall(PAGES) if found == name]
-    return run_ranks(run_example, int(num_ranks), source, folder, deadline_s=100)
+    return run_ranks(run_example, int(num_ranks), source, folder, deadline_s=280)
 
 
 def test_the_example_of_a_layer_runs(tmp_path: Path) -> None:
