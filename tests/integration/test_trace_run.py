@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 from equipoise.observe.reader import open_trace
 from integration.command import PROGRAM, Command, checkpoints, train, train_arguments, until
 from integration.conftest import Base
@@ -13,6 +15,7 @@ TRACED = (
 )
 
 
+@pytest.mark.slow
 def test_a_killed_runs_trace_is_read_continued_and_simulated(base: Base) -> None:
     folder = base.run.parent
     run = folder / "traced"
