@@ -99,7 +99,6 @@ def measure(run: Path, chromium: str | None) -> list[dict[str, Any]]:
         start_s = time.perf_counter() - started
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-            browser.new_page().goto("about:blank")
             page = browser.new_page()
             began = time.perf_counter()
             page.goto(address)
