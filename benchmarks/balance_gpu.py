@@ -161,7 +161,7 @@ def measure(bench: Bench, steps: int, rounds: int, slots_of_hot_rank: int) -> li
         slots = given or slots_of_hot_rank
         if slots not in balanced:
             balancer = bench.balancer(slots)
-            balanced[slots] = Mode("on", bench.dispatcher("symmetric", balancer.num_physical_experts, 1.25), balancer)
+            balanced[slots] = Mode("on", bench.dispatcher("symmetric", balancer.num_physical_experts, 1.05), balancer)
         workload: Workload | HotExperts | None = None
         if name == "hot_experts":
             workload = HotExperts(imbalance, model.num_experts, model.num_experts_per_tok, ep)
@@ -277,12 +277,13 @@ def main() -> None:
         slots = max(1, slots_for(hot, tokens, config.balance, copy_tokens))
         if world.rank == 0:
             print(f"a copy costs {copy_tokens} tokens; slots for the hot rank: {slots}", flush=True)
-        overhead = compare_off_with_absent(config, world, stop, folder, options.pairs)
-        if world.rank == 0:
-            print("off over absent", overhead, flush=True)
         bench = Bench(config, world, stop, folder / "main")
         rows = measure(bench, options.steps, options.rounds, slots)
         bench.close()
+        if world.rank == 0:
+            print(summarize(rows, {}), flush=True)
+        del bench
+        overhead = compare_off_with_absent(config, world, stop, folder, options.pairs)
         if world.rank == 0:
             name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
             out = options.out or results_folder() / f"balance-{device_word(name)}-ep{plan.axes.ep}.json"

@@ -31,9 +31,9 @@ from equipoise.dispatch.all_to_all import expert_major_order
 from equipoise.dispatch.base import Dispatcher
 from equipoise.kernels import peers
 from equipoise.kernels.permute import combine, gather_slots, make_permutation, permute, reorder
-from equipoise.models.attention import rotary_tables
 from equipoise.models.config import ModelConfig
 from equipoise.models.layer import DecoderLayer
+from equipoise.models.rotary import rotary_tables
 from equipoise.moe.balancing import ExpertBalancing, expert_shapes
 from equipoise.moe.experts import Experts
 from equipoise.moe.synthetic import Workload

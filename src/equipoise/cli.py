@@ -100,7 +100,7 @@ def _train_help() -> str:
         f"\b\nRecipes:\n{_listed_recipes()}\n\n"
         "\b\nSettings:\n"
         "  equipoise train --help-config                 all keys with type, range, default, meaning\n"
-        "  equipoise train --help-config model           those of one section\n\n"
+        "  equipoise train --help-config model           those of one section, or one key (train.steps)\n\n"
         "Exit codes: 0 success; 1 the run failed; 2 the command or the configuration is wrong; 75 the watchdog ended "
         "this process, whose operation hung (a command that started the workers itself exits with 1 then); 128 + n "
         "stopped by signal n after saving."
@@ -135,7 +135,7 @@ def train(
         ),
     ] = None,
     help_config: Annotated[
-        bool, typer.Option("--help-config", help="Print the settings (of the section named) and exit.")
+        bool, typer.Option("--help-config", help="Print the settings (of the sections or keys named) and exit.")
     ] = False,
     typed: Annotated[str | None, typer.Option(hidden=True, help="The command line of whoever started this.")] = None,
 ) -> None:
@@ -243,10 +243,11 @@ def _joined_run_dir(recipe: str | None, environment: Mapping[str, str]) -> Path:
 
 
 def describe_settings(schema: Schema, sections: Sequence[str]) -> str:
-    """Keys with type, range, default and help, of all sections or of the one named."""
-    names = [name.replace("-", "_") for name in sections]
+    """Keys with type, range, default and help, of all sections or of those named; a name may be a single key."""
+    names = [name.removeprefix("--").replace("-", "_") for name in sections]
+    single = {name for name in names if any(s.key == name for key in schema.sections for s in schema.settings_of(key))}
     for name in names:
-        if name not in schema.sections:
+        if name not in schema.sections and name not in single:
             known = [key for key in schema.sections if key]
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
@@ -255,7 +256,9 @@ def describe_settings(schema: Schema, sections: Sequence[str]) -> str:
     for key, section in schema.sections.items():
         inside = any(key == name or key.startswith(f"{name}.") for name in names)
         settings = schema.settings_of(key)
-        if (names and not inside) or not settings:
+        if names and not inside:
+            settings = [setting for setting in settings if setting.key in single]
+        if not settings:
             continue
         lines += [f"[{key}]  {section.help}".rstrip() if key else "(no section)", ""]
         for setting in settings:
@@ -363,6 +366,8 @@ def simulate(
         first_last = command.parse_numbers(steps, "--steps") if steps else None
         if first_last is not None and len(first_last) != 2:
             raise ConfigError(f"--steps is {steps!r}: expected the first and the last step, such as 100,200")
+        if out is not None:
+            command.check_out(out)
         rows, about = command.run(
             trace,
             workload,

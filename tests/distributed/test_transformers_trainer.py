@@ -21,6 +21,7 @@ KINDS = ("full", "LoRA on attention", "LoRA on experts", "full in BF16")
 LIMITS = {"full in BF16": (1e-2, 2e-2)}  # products are summed in another order
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         bool(missing()) or importlib.util.find_spec("peft") is None, reason="needs transformers' registry and peft"
     ),
@@ -36,8 +37,14 @@ def adapters(kind: str) -> Any:
     return LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, init_lora_weights=False, **where)
 
 
-def losses(folder: Path, out: Path, kind: str, implementation: str) -> list[float]:
-    """Loss of each step, and the gradient norms after them."""
+def loss_of(model: Any) -> float:
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        return float(model.eval()(input_ids=ids, labels=ids).loss)
+
+
+def losses(folder: Path, out: Path, kind: str, implementation: str) -> tuple[list[float], float]:
+    """Loss of each step and the gradient norms after them; the loss of some other text, of the model saved in `out`."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
     from transformers.distributed import DistributedConfig
@@ -73,7 +80,8 @@ def losses(folder: Path, out: Path, kind: str, implementation: str) -> list[floa
     trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return [entry["loss"] for entry in logs] + [entry["grad_norm"] for entry in logs]
+    trainer.save_model(str(out / f"{kind}, {implementation}"))
+    return [entry["loss"] for entry in logs] + [entry["grad_norm"] for entry in logs], loss_of(trainer.model)
 
 
 def fine_tune(folder: Path, out: Path) -> dict[str, list[float]]:
@@ -88,13 +96,28 @@ def fine_tune(folder: Path, out: Path) -> dict[str, list[float]]:
         for implementation in (off, "equipoise") if several else ("alone",):
             gc.collect()
             name = "off" if implementation == off else implementation
-            found[f"{kind}, {name}"] = losses(folder, out, kind, implementation)
+            found[f"{kind}, {name}"], found[f"{kind}, {name}, saved"] = losses(folder, out, kind, implementation)
             if implementation == "equipoise":
                 dtype = torch.bfloat16 if kind.endswith("BF16") else torch.float32  # as it was computed
                 balancers = [b for b in adapter._balancers.values() if b.config.tolerance == 0 and b.dtype == dtype]
                 found[f"{kind}, copies"] = sum(record.copies for b in balancers for record in b.take_records())
     if several:
         torch.distributed.destroy_process_group()
+    return found
+
+
+def load_saved(folder: Path, out: Path) -> dict[str, float]:
+    """Loss of what two balanced ranks have saved, loaded in one process; for adapters, also merged."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    found = {"full": loss_of(AutoModelForCausalLM.from_pretrained(out / "full, equipoise", **options))}
+    for kind in ("LoRA on attention", "LoRA on experts"):
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = PeftModel.from_pretrained(model, out / f"{kind}, equipoise")
+        found[kind] = loss_of(model)
+        found[f"{kind}, merged"] = loss_of(model.merge_and_unload())
     return found
 
 
@@ -105,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(fine_tune, 2, folder, folder / "out", deadline_s=280)
+    return run_ranks(fine_tune, 2, folder, folder / "out", deadline_s=600)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,8 +141,15 @@ def test_losses_are_those_without_balancing(two: list[dict[str, Any]], kind: str
 
 
 def test_losses_are_those_of_one_process(folder: Path, two: list[dict[str, Any]]) -> None:
-    (single,) = run_ranks(fine_tune, 1, folder, folder / "out", deadline_s=200)
+    (single,) = run_ranks(fine_tune, 1, folder, folder / "out", deadline_s=300)
     for kind in KINDS:
         for rank in two:
             limit = LIMITS.get(kind, (1e-5, 1e-4))[1]
             assert rank[f"{kind}, equipoise"] == pytest.approx(single[f"{kind}, alone"], rel=limit)
+
+
+def test_what_is_saved_loads_in_one_process(folder: Path, two: list[dict[str, Any]]) -> None:
+    (found,) = run_ranks(load_saved, 1, folder, folder / "out", deadline_s=300)
+    for name, loss in found.items():
+        kind = name.removesuffix(", merged")
+        assert loss == pytest.approx(two[0][f"{kind}, equipoise, saved"], rel=1e-5), name

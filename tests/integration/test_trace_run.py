@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 from equipoise.observe.reader import open_trace
 from integration.command import PROGRAM, Command, checkpoints, train, train_arguments, until
@@ -40,15 +39,3 @@ def test_a_killed_runs_trace_is_read_continued_and_simulated(base: Base) -> None
     assert simulate.wait() == 0, simulate.output()
     assert "ranks: balancing" in simulate.output()
     assert out.exists()
-
-
-def test_simulate_says_what_is_wrong(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for arguments, message in (
-        (["empty"], "there is no file of a load trace"),
-        ([], "give a TRACE (a run folder, say) or --workload NAME"),
-    ):
-        command = Command(tmp_path, [*PROGRAM, "simulate", *arguments])
-        assert command.wait() in (1, 2)
-        assert message in command.output()
-        assert "Traceback" not in command.output()

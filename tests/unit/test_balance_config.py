@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from equipoise.balance import Balancer
+from equipoise.dispatch.config import DispatchConfig
 from equipoise.errors import ConfigError
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config
@@ -27,6 +28,26 @@ def test_domains_have_to_divide_the_group() -> None:
     overrides = ["--balance.domain_size", "3", "--parallel.ep_size", "4"]
     with pytest.raises(ConfigError, match=r"domain_size is 3.*ep_size 4.*\[1, 2, 4\]"):
         load_config(TrainConfig, overrides=overrides).check_world(4)
+
+
+def test_the_symmetric_transport_needs_plans_on_the_device() -> None:
+    overrides = ["--balance.planner", "eplb", "--balance.transport", "symmetric", "--parallel.ep_size", "2"]
+    with pytest.raises(ConfigError, match=r"planner is 'eplb'.*exact_load"):
+        load_config(TrainConfig, overrides=overrides).check_world(2)
+
+
+def test_one_rank_has_nobody_to_dispatch_to() -> None:
+    with pytest.raises(ConfigError, match=r"dispatcher is 'symmetric'.*ep_size is 1.*local"):
+        load_config(TrainConfig, overrides=["--parallel.dispatcher", "symmetric"]).check_world(2)
+
+
+@pytest.mark.parametrize(
+    ("overflow", "balanced", "factor"),
+    [("auto", True, 1.5), ("auto", False, 0.0), ("error", False, 1.5), ("worst_case", True, 0.0)],
+)
+def test_buffers_are_bounded_where_balancing_bounds_the_load(overflow: str, balanced: bool, factor: float) -> None:
+    config = DispatchConfig(capacity_factor=1.5, overflow=overflow)  # type: ignore[arg-type]
+    assert config.factor(balanced) == factor
 
 
 @pytest.mark.parametrize("slots", ["0", "-1"])

@@ -99,6 +99,9 @@ def test_help_config_prints_keys_types_defaults_and_meaning(calls: Calls) -> Non
     one = invoke("train", "--help-config", "optimizer").output
     assert "--optimizer.lr  (float > 0 and < 1; default 0.001)" in one
     assert "--train.steps" not in one
+    key = invoke("train", "--help-config", "optimizer.lr").output
+    assert "--optimizer.lr  (float > 0 and < 1; default 0.001)" in key
+    assert key.count("  --") == 1
     wrong = invoke("train", "--help-config", "optimiser")
     assert wrong.exit_code == 2
     assert "did you mean optimizer?" in wrong.stderr

@@ -186,8 +186,11 @@ def test_a_wrong_column_lists_those_that_exist(tmp_path: Path) -> None:
 def test_a_column_that_holds_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ["x"]}\n')
     write_parquet(tmp_path / "b.parquet", text=[1, 2])
-    with pytest.raises(DataError, match=r"line 1: 'text' holds list, not text"):
+    (tmp_path / "c.jsonl").write_text('{"text": 1, "id": 2, "body": "x"}\n')
+    with pytest.raises(DataError, match=r"line 1: 'text' holds list, not text; no other column holds text$"):
         read(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"'text' holds int, not text; set data\.column to one of body$"):
+        read(tmp_path / "c.jsonl")
     with pytest.raises(DataError, match=r"'text' has type int64, not text"):
         read(tmp_path / "b.parquet")
 

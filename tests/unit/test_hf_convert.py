@@ -1,8 +1,6 @@
 """Hugging Face folders to ours and back: byte-equal per tensor, and the same model in transformers."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from equipoise.accelerator import VARIABLE, reset
 from equipoise.checkpoint import hf
 from equipoise.checkpoint.hf import HFMapping, export, native_to_hf, open_source
 from equipoise.checkpoint.training import TrainingState, save_checkpoint
@@ -19,7 +18,6 @@ from equipoise.errors import CheckpointError
 from equipoise.models.config import ModelConfig
 from equipoise.models.initialize import initialize_model
 from equipoise.models.model import MoEForCausalLM
-from integration.command import clean_environment
 from unit.hf_toys import assert_same_tensors, deepseek_model, hf_model, save_vision_language_model, tensors_of
 from unit.test_checkpoint import WORLD
 
@@ -266,16 +264,17 @@ def test_dtypes_that_cannot_be_written_are_refused(dtype: str) -> None:
         hf.parse_dtype(dtype)
 
 
-def test_the_command_needs_no_accelerator(tmp_path: Path) -> None:
-    """Nothing is selected: a variable that names no accelerator goes unread. Errors have no traceback and exit 1."""
+def test_the_command_needs_no_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is selected: a variable that names none goes unread. Errors have no traceback and exit 1."""
     hf_model().save_pretrained(tmp_path / "hf")
-    command = [sys.executable, "-m", "equipoise", "convert", str(tmp_path / "hf"), str(tmp_path / "native")]
-    environment = clean_environment() | {"EQUIPOISE_ACCELERATOR": "none such"}
-    run = [*command, "--to", "native", "--dtype", "bfloat16"]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    reset()
+    monkeypatch.setenv(VARIABLE, "none such")
+    command = ["convert", str(tmp_path / "hf"), str(tmp_path / "native"), "--to", "native", "--dtype", "bfloat16"]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
+    assert f"wrote {tmp_path / 'native'}: 0.00 GB in" in done.output
     assert {t.dtype for t in tensors_of(tmp_path / "native").values()} == {torch.bfloat16}
-    again = CliRunner().invoke(main, run[3:])
+    again = CliRunner().invoke(main, command)
     assert again.exit_code == 1
     assert "is there already and is not overwritten" in again.output
     assert "Traceback" not in again.output

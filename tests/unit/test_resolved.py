@@ -131,3 +131,20 @@ def test_a_file_in_place_of_the_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file cannot be made.*--out"), hold_run_folder(tmp_path / "file"):
         pass
+
+
+@pytest.mark.parametrize("name", ["config.toml", "run.json"])
+def test_files_that_no_run_wrote_are_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=rf"{name} that no run has written.*--out"), hold_run_folder(tmp_path):
+        pass
+    assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / "checkpoints").mkdir()  # a run's folder, whose settings were edited or damaged: it resumes
+    with hold_run_folder(tmp_path):
+        pass
+
+
+def test_the_folder_of_a_run_without_checkpoints_is_used_again(tmp_path: Path) -> None:
+    save_resolved(ToyConfig(), tmp_path, ["first"])
+    with hold_run_folder(tmp_path):
+        pass

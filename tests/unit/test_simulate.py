@@ -1,6 +1,7 @@
 """The simulator: traffic as the runtime splits it, costs by hand, loads that add up, bad input with a message."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ from typer.testing import CliRunner
 from equipoise.balance import ExactLoadPlanner, PlannerSettings, complete_plan
 from equipoise.balance.quality import Size, synthetic_loads
 from equipoise.cli import main
-from equipoise.errors import ConfigError, PlanError, TraceError
+from equipoise.errors import ConfigError, EquipoiseError, PlanError, TraceError
 from equipoise.moe.synthetic import WORKLOADS, Workload
 from equipoise.observe.reader import open_trace
 from equipoise.observe.schema import TraceInfo
 from equipoise.observe.tables import LayerRows as TraceRows
 from equipoise.observe.writer import TraceWriter
+from equipoise.simulate import run
 from equipoise.simulate.cost import LayerRows, layer_cost
 from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
 from equipoise.simulate.loads import LoadBlock, drawn_loads, exact_loads, trace_loads, workload_name
@@ -77,6 +79,13 @@ def test_off_on_and_forced_by_hand() -> None:
     assert {p: f["rank_imbalance"] for p, f in frames.items()} == dict.fromkeys(frames, 2)
     assert {p: f["copies"] for p, f in frames.items()} == {"off": 0, "exact_load": 1, "forced": 0}
     assert {p: f["remote_share"] for p, f in frames.items()} == {"off": 0.5, "exact_load": 0.25, "forced": 0.5}
+
+
+def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numba")
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    with pytest.raises(EquipoiseError, match=r"needs numba: pip install 'equipoise\[simulate\]'"):
+        simulate(np.ones((1, 2, 4), np.int64), hardware=MACHINE, expert=EXPERT)
 
 
 def test_planners_by_name_function_and_class_agree() -> None:
@@ -263,6 +272,7 @@ def test_a_calibration_is_read_back(tmp_path: Path) -> None:
         (["--workload", "W2", "--ranks", "7"], "128 experts cannot be split evenly"),
         (["--workload", "W2", "--hardware", "tpu"], "no hardware 'tpu'"),
         (["--workload", "W2", "--planners", "best"], "no planner 'best'"),
+        (["--workload", "W2", "--top-k", "200"], "a token cannot have 200 of 128 experts: choose 1 to 128"),
         (["--workload", "lognormal", "--exact"], "leave it out"),
         (["runs", "--workload", "W2"], "one of them"),
         (["nowhere"], "no such file or folder"),
@@ -273,6 +283,20 @@ def test_the_command_refuses_with_a_message(arguments: list[str], message: str) 
     result = CliRunner().invoke(main, ["simulate", *arguments])
     assert result.exit_code in (1, 2), result.output
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("folder", "folder: this is a folder; give the name of a file"), ("file/x.json", "file cannot be made")],
+)
+def test_a_place_for_rows_that_cannot_be_is_refused_before_work(tmp_path: Path, place: str, message: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, ["simulate", "--workload", "W2", "--out", str(tmp_path / place)])
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert "simulating" not in result.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_the_command_prints_a_table_a_plot_and_writes_rows(tmp_path: Path) -> None:

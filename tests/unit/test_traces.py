@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ from trace_rows import INFO, rows
 
 from equipoise.accelerator import CPUAccelerator
 from equipoise.errors import TraceError
+from equipoise.moe.synthetic import WORKLOADS, Workload
 from equipoise.observe import writer as writer_module
 from equipoise.observe.config import TraceConfig
 from equipoise.observe.reader import open_trace
@@ -286,6 +288,29 @@ def test_any_reader_of_parquet_sees_the_documented_columns(tmp_path: Path) -> No
     table = pq.read_table(file)
     assert table.schema.names == LAYERS_SCHEMA.names
     assert [name for name in table.schema.names if f"`{name}`" not in page] == []
+    frame = pandas.read_parquet(file)
+    assert np.array_equal(np.stack(frame["load"]).reshape(3, 2, 6), rows(1).load_LPE)
+
+
+WORKLOADS_FOLDER = Path(__file__).parents[2] / "benchmarks" / "workloads"
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(WORKLOADS)))
+def test_the_public_workload_files_hold_what_training_lays_down(number: int, name: str) -> None:
+    trace = open_trace(WORKLOADS_FOLDER / f"W{number}-{name}")
+    assert trace.info.workload == name
+    assert trace.steps() == list(range(1, 9))
+    workload = Workload(name, 1.5, 64, 8, 8)
+    for step in (1, 4):
+        routings = [workload.routing(step - 1, rank) for rank in range(8)]
+        assert trace.load(step, 0).load_PE.tolist() == [routing.expert_counts(4096) for routing in routings]
+
+
+def test_the_public_trace_of_the_demo_is_whole() -> None:
+    trace = open_trace(WORKLOADS_FOLDER / "demo")
+    assert (trace.info.ep_size, trace.info.num_experts, trace.info.num_layers) == (2, 8, 4)
+    assert len(trace.steps(with_matrices=True)) == 15
+    assert trace.sequences().num_rows == 3 * 4 * 16
 
 
 class Layer:

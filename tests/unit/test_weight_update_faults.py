@@ -113,17 +113,17 @@ def test_a_manifest_that_is_malformed_is_an_error(spoil) -> None:
 
 
 def test_a_checksum_notices_bytes_that_are_changed_moved_or_missing() -> None:
-    data = torch.randint(0, 256, (40_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data = torch.randint(0, 256, (600_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     whole = int(checksum(data))
     assert int(checksum(data.clone())) == whole
-    for place in (0, 16_383, 16_384, 40_002):
+    for place in (0, 262_143, 262_144, 600_002):
         changed = data.clone()
         changed[place] ^= 1
         assert int(checksum(changed)) != whole
     swapped = data.clone()
     swapped[:4], swapped[4:8] = data[4:8], data[:4]
     assert int(checksum(swapped)) != whole
-    assert int(checksum(torch.cat([data[16_384:32_768], data[:16_384], data[32_768:]]))) != whole
+    assert int(checksum(torch.cat([data[262_144:524_288], data[:262_144], data[524_288:]]))) != whole
     assert int(checksum(data[:-1])) != whole
 
 
@@ -284,3 +284,100 @@ def test_two_engines_are_updated_together_and_a_dead_one_is_named() -> None:
             with pytest.raises(WeightUpdateError, match="no answer"):
                 update.update("lost")
         assert client_of(one).generate([1], **GREEDY)["meta_info"]["weight_version"] == "distributed"
+
+
+def test_empty_buckets_keep_a_rank_in_step() -> None:
+    """A15: a rank with nothing in a step takes part all the same."""
+    from equipoise.accelerator import CPUAccelerator
+    from equipoise.distributed.weight_update import Intake, Offer
+    from equipoise.distributed.weight_update.colocated import EMPTY, READY, TAKEN
+    from equipoise.distributed.weight_update.shared_memory import Segment
+
+    flats = {name: torch.zeros(s.num_rows * s.row_numel, dtype=s.torch_dtype) for name, s in WANTED.items()}
+    receiver = WeightReceiver(WANTED, {name: Target(flat, 0) for name, flat in flats.items()})
+    manifest = Manifest(version="1", tensors=WANTED, buckets=plan_buckets(WANTED.items(), 1, split=False))
+    receiver.begin(manifest)
+    slot = 4096
+    memory, counts = Segment(2 * slot), Segment(8 * (TAKEN + 1))
+    numbers = counts.tensor.view(torch.int64)
+    numbers.zero_()
+    steps = [EMPTY, 0, EMPTY, 1, 2, EMPTY]
+    offer = Offer(memory=memory.handle(), counts=counts.handle(), slot_bytes=slot, buckets=steps, reader=0)
+    intake = Intake(receiver, CPUAccelerator(), torch.device("cpu"), 10)
+    taking = threading.Thread(target=intake.take_shared, args=(offer, lambda: False))
+    taking.start()
+    sums = {}
+    for number, index in enumerate(steps):
+        while int(numbers[TAKEN]) < number - 1:
+            pass
+        if index != EMPTY:
+            data = memory.tensor[number % 2 * slot :][: manifest.buckets[index].num_bytes]
+            data.copy_(torch.arange(data.numel()) % 7 + index)
+            sums[index] = int(checksum(data))
+        numbers[READY] = number + 1
+    taking.join(10)
+    assert int(numbers[TAKEN]) == len(steps)
+    assert receiver.commit(sums) == "1"
+    memory.close()
+    counts.close()
+    one = Manifest(version="1", tensors={}, buckets=[{"num_bytes": 0, "pieces": []}], partial=True)
+    receiver.begin(one)
+    receiver.load(0, torch.empty(0, dtype=torch.uint8))
+    assert receiver.commit({0: 0}) == "1"
+
+
+def test_two_senders_whose_groups_meet_in_opposite_order_do_not_deadlock() -> None:
+    """Two groups over two engines, joined in opposite orders and used in opposite orders."""
+    from equipoise.accelerator import CPUAccelerator
+    from equipoise.distributed.weight_update import UpdateGroup
+    from equipoise.distributed.weight_update.group import serve_store
+
+    with serving() as one, serving() as two:
+        engines = [client_of(one), client_of(two)]
+        stores = [serve_store("127.0.0.1", 20) for _ in range(2)]
+        groups: dict[int, UpdateGroup] = {}
+
+        def join(sender: int, order: list[int]) -> None:
+            calls = []
+            for engine in order:
+                args = ("127.0.0.1", stores[sender].port, 1 + engine, 3, f"g{sender}", "gloo")
+                calls.append(threading.Thread(target=engines[engine].join_group, args=args))
+                calls[-1].start()
+            groups[sender] = UpdateGroup(CPUAccelerator(), f"g{sender}", stores[sender], 0, 3, 20)
+            for call in calls:
+                call.join(20)
+
+        meeting = [threading.Thread(target=join, args=(0, [0, 1])), threading.Thread(target=join, args=(1, [1, 0]))]
+        for thread in meeting:
+            thread.start()
+        for thread in meeting:
+            thread.join(20)
+        assert sorted(groups) == [0, 1]
+        specs = dict(one.worker.receiver.specs)
+        names = list(specs)
+        half = len(names) // 2
+        buckets = [
+            *plan_buckets(((n, specs[n]) for n in names[:half]), 10**9),
+            *plan_buckets(((n, specs[n]) for n in names[half:]), 10**9),
+        ]
+        manifest = Manifest(version="both", tensors=specs, buckets=buckets)
+        for client in engines:
+            client.pause()
+            client.begin(manifest)
+        calls = [
+            threading.Thread(target=engines[engine].receive, args=(manifest, f"g{sender}", [sender]))
+            for engine, sender in ((0, 0), (1, 1), (0, 1), (1, 0))
+        ]
+        for call in calls:
+            call.start()
+        data = [torch.full((bucket.num_bytes,), 7 + i, dtype=torch.uint8) for i, bucket in enumerate(buckets)]
+        for sender in (1, 0):
+            groups[sender].broadcast(data[sender]).wait()
+        for call in calls:
+            call.join(20)
+        sums = {index: int(checksum(bucket)) for index, bucket in enumerate(data)}
+        for client in engines:
+            client.commit(manifest, sums)
+            assert client.weight_version() == "both"
+        for group in groups.values():
+            group.close(abort=True)

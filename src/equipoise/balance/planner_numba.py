@@ -6,6 +6,7 @@ Shapes: B loads, P ranks, E experts, M masters and R slots per rank, S = P * R s
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numba
@@ -23,7 +24,13 @@ _STEPS_K = np.array(TARGET_STEPS, np.int64)
 _AFTER_NUMBER = COPIES_BITS + VARIANT_BITS
 _AFTER_SCORE = TARGET_BITS + _AFTER_NUMBER
 
-jit = numba.njit(cache=True, nogil=True, error_model="numpy")
+
+def jit(function: Callable) -> Callable:
+    """Compiled at its first call, and kept on disk where there is a place for it."""
+    try:
+        return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written
+        return numba.njit(nogil=True, error_model="numpy")(function)
 
 
 def plan_batch(
@@ -50,7 +57,7 @@ def plan_batch(
     return Placement(torch.from_numpy(slots_BS), torch.from_numpy(quota_BI), P, E)
 
 
-def in_parts(run, count: int, num_threads: int | None = None) -> None:
+def in_parts(run: Callable[[slice], None], count: int, num_threads: int | None = None) -> None:
     """Calls `run` with consecutive parts of `count` items, on several threads."""
     threads = num_threads or len(os.sched_getaffinity(0))
     size = max(1, -(-count // (4 * threads)))
@@ -232,11 +239,11 @@ def _run(
                 p = open_P[i]
                 if domain < P and p // domain != home:
                     continue
-                tokens = np.int64(load_P[p])
-                if fullest < tokens <= full:
-                    fullest, receiver = tokens, p
-                if tokens < emptiest:
-                    emptiest, fallback = tokens, p
+                held = np.int64(load_P[p])
+                if fullest < held <= full:
+                    fullest, receiver = held, p
+                if held < emptiest:
+                    emptiest, fallback = held, p
             if receiver < 0:
                 receiver = fallback
             if receiver < 0:

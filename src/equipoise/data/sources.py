@@ -162,8 +162,8 @@ def _read_jsonl(path: Path, column: str, report: SourceReport) -> Iterator[tuple
         text = row[column]
         if not isinstance(text, str | None):
             raise DataError(
-                f"data.source {where}: {column!r} holds {type(text).__name__}, not text; set data.column "
-                f"to one of {', '.join(row)}"
+                f"data.source {where}: {column!r} holds {type(text).__name__}, not text; "
+                + _set_column([name for name, value in row.items() if isinstance(value, str)])
             )
         yield _encodable(text or "", where, report), where
 
@@ -193,8 +193,8 @@ def _read_parquet(path: Path, column: str, report: SourceReport) -> Iterator[tup
         text = row[column]
         if not isinstance(text, str | None):
             raise DataError(
-                f"data.source {path}: column {column!r} has type {schema.field(column).type}, not text; set "
-                f"data.column to one of {', '.join(schema.names)}"
+                f"data.source {path}: column {column!r} has type {schema.field(column).type}, not text; "
+                + _set_column([name for name in schema.names if _is_text(schema.field(name).type)])
             )
         yield text or "", where
 
@@ -221,6 +221,15 @@ def parquet_rows(path: Path, columns: list[str]) -> Iterator[tuple[dict[str, Any
                     yield row, f"{path}, row {number}", schema
     except pyarrow.ArrowException as error:
         raise DataError(f"data.source {path} is not readable as Parquet: {error}") from error
+
+
+def _is_text(arrow_type: Any) -> bool:
+    return str(arrow_type) in ("string", "large_string", "string_view")
+
+
+def _set_column(texts: list[str]) -> str:
+    """What to do where the column is of another type; `texts` are the columns that hold text."""
+    return f"set data.column to one of {', '.join(texts)}" if texts else "no other column holds text"
 
 
 def _no_column(column: str, where: str, available: list[str]) -> DataError:

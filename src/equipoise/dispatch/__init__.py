@@ -10,7 +10,7 @@ from equipoise.dispatch.symmetric import SymmetricDispatcher
 from equipoise.distributed.collectives import Group
 from equipoise.symmetric.space import SymmetricSpace
 
-DispatcherName = Literal["auto", "local", "all_to_all", "all_gather", "symmetric"]
+DispatcherName = Literal["auto", "local", "all_to_all", "all_gather", "symmetric", "deepep"]
 
 
 def build_dispatcher(
@@ -28,7 +28,7 @@ def build_dispatcher(
 
     Raises:
         ValueError: `local` was asked for in a group of several ranks, `symmetric` without a space, or the experts do
-            not divide evenly.
+            not divide evenly. ConfigError (a ValueError): `deepep` without the package.
     """
     num_ranks = 1 if ep_group is None else ep_group.size()
     if num_experts % num_ranks:
@@ -45,6 +45,10 @@ def build_dispatcher(
         if space is None:
             raise ValueError("dispatcher 'symmetric' needs the symmetric space of its EP group")
         return SymmetricDispatcher(num_experts, space, **options)  # type: ignore[arg-type]
+    if name == "deepep":
+        from equipoise.dispatch.deepep import DeepEPDispatcher
+
+        return DeepEPDispatcher(num_experts, ep_group)
     if name == "all_to_all":
         return AllToAllDispatcher(num_experts, ep_group)
     return AllGatherDispatcher(num_experts, ep_group)

@@ -5,7 +5,8 @@ static. A rank can receive `capacity` rows; the kernels check it, and `Symmetric
 are those of `all_to_all`, row for row.
 
 Rows arrive in memory that is lent to the caller (`LeasedMemory`), so that saving them for the backward costs no copy.
-It comes back when the last tensor on it dies; while all pieces but one are out, rows are copied out of the last one.
+It comes back when the last tensor on it dies. A forward that would take the last piece copies rows out of it, so that
+a backward, which needs one for a moment, always finds one.
 
 One exchange each way, in the forward and in the backward:
 
@@ -15,6 +16,7 @@ One exchange each way, in the forward and in the backward:
 Shapes: T tokens, K slots per token, D features, P ranks, L local physical experts, J = P * L, C rows at most.
 """
 
+import gc
 import logging
 from typing import NamedTuple
 
@@ -67,7 +69,7 @@ class SymmetricDispatcher:
         space: of the EP group.
         capacity_factor: rows that a rank can receive, over the T * K of the largest rank. 0: enough for any routing.
         max_tokens: largest T that will come; 0 takes that of the first dispatch, over all ranks.
-        num_buffers: exchanges whose results can be kept at once, each way.
+        num_buffers: pieces of memory, each way: one more than the forwards whose results are kept at once.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class SymmetricDispatcher:
         space: SymmetricSpace,
         capacity_factor: float = 1.25,
         max_tokens: int = 0,
-        num_buffers: int = 4,
+        num_buffers: int = 5,
     ) -> None:
         self.space, self.num_experts, self.num_ranks = space, num_experts, space.num_ranks
         self.num_local_experts = num_experts // space.num_ranks
@@ -120,8 +122,8 @@ class SymmetricDispatcher:
                 capacity = min(capacity, int(slots * self.capacity_factor) + self.num_local_experts)
             row_bytes = width * item_bytes
             records = -(-capacity * row_bytes // 256) * 256
-            rows = LeasedMemory(self.space, self.num_buffers + 1, records + capacity * 8)
-            returned = LeasedMemory(self.space, self.num_buffers + 1, slots * row_bytes)
+            rows = LeasedMemory(self.space, self.num_buffers, records + capacity * 8)
+            returned = LeasedMemory(self.space, self.num_buffers, slots * row_bytes)
             memory = self._memory = _Memory(rows, returned, capacity, slots, width, item_bytes)
         if num_tokens * num_slots > memory.num_slots or width != memory.width or item_bytes > memory.item_bytes:
             raise ConfigError(
@@ -165,15 +167,23 @@ class SymmetricDispatcher:
 
     # The four exchanges.
 
-    def _lend(self, pool: LeasedMemory) -> tuple[Pieces, torch.Tensor, bool]:
-        """A piece for peers to write to, its bytes, and whether results have to be copied out of it."""
-        is_last = pool.num_free == 1
+    def _lend(self, pool: LeasedMemory, is_kept: bool) -> tuple[Pieces, torch.Tensor, bool]:
+        """A piece for peers to write to, its bytes, and whether results have to be copied out of it. `is_kept`: until a
+        backward; else until the caller's next exchange."""
+        if pool.num_free < 2 and self.space.device.type == "cpu":
+            gc.collect()  # Triton's interpreter leaves cycles of references to tensors
+        is_last = is_kept and pool.num_free == 1
         if is_last and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "all %d buffers of the symmetric dispatcher are in use; results are copied. Raise dispatch.num_buffers "
-                "to the number of MoE layers and microbatches whose backward is outstanding",
+                "all but one of the %d buffers of the symmetric dispatcher are in use; results are copied. Raise "
+                "dispatch.num_buffers to one more than the MoE layers and microbatches whose backward is outstanding",
                 self.num_buffers,
+            )
+        if pool.num_free == 0:
+            raise RuntimeError(
+                "the gradient of a dispatched row is kept beyond its backward (a hook, retain_grad), so the symmetric "
+                "dispatcher has no buffer left: copy it, or raise dispatch.num_buffers"
             )
         index, memory = pool.lend()
         return Pieces(pool.memory.pointers_P, pool.piece_bytes, index), memory, is_last
@@ -193,7 +203,7 @@ class SymmetricDispatcher:
         """Rows [C, D] that arrived here, and their records [C]."""
         assert self._memory is not None
         memory = self._memory
-        pieces, piece, is_copied = self._lend(memory.rows)
+        pieces, piece, is_copied = self._lend(memory.rows, is_kept=True)
         offset = memory.rows.piece_bytes - -(-memory.capacity * 8 // 256) * 256
         rows, records = self._rows(memory, piece, x_TD.dtype), part(piece, offset, (memory.capacity,), torch.int64)
         send_rows(self.space.signals, self._dispatch, x_TD, layout, pieces, rows, records, self.launch)
@@ -203,7 +213,7 @@ class SymmetricDispatcher:
         """Rows [T * K, D] that came back to this rank's slots; those without an id hold anything."""
         assert self._memory is not None
         memory = self._memory
-        pieces, piece, is_copied = self._lend(memory.slots)
+        pieces, piece, is_copied = self._lend(memory.slots, is_kept=channel == self._combine)
         return_rows(self.space.signals, channel, rows_RD, record_R, layout.total, pieces, memory.num_slots, self.launch)
         slots = part(piece, 0, (layout.target_TK.numel(), memory.width), rows_RD.dtype)
         return slots.clone() if is_copied else slots
@@ -219,7 +229,7 @@ class SymmetricDispatcher:
         """Gradients [C, D] of this rank's experts' outputs, and those of the weights."""
         assert self._memory is not None
         memory = self._memory
-        pieces, piece, is_copied = self._lend(memory.rows)
+        pieces, piece, _ = self._lend(memory.rows, is_kept=False)
         grad_weights = send_gradients(
             self.space.signals,
             self._combine_backward,
@@ -231,8 +241,7 @@ class SymmetricDispatcher:
             want_weights,
             self.launch,
         )
-        rows = self._rows(memory, piece, rows_SD.dtype)
-        return (rows.clone() if is_copied else rows), grad_weights
+        return self._rows(memory, piece, rows_SD.dtype), grad_weights
 
 
 class _Dispatch(torch.autograd.Function):

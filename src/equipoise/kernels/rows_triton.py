@@ -49,7 +49,8 @@ def _piece_of(peer, pads_word_ptr, pieces_ptr, piece_bytes):
 def _target(slot, target_ptr):
     """Whether a slot has a row, its expert's rank, and the place there."""
     target = tl.load(target_ptr + slot)
-    return target >= 0, (target >> 32).to(tl.int32) & 0xFFFF, target & 0x7FFFFFFF
+    known = tl.maximum(target, 0)  # a slot without a row looks up rank 0, and writes nothing
+    return target >= 0, (known >> 32).to(tl.int32), known & 0x7FFFFFFF
 
 
 @triton.jit(do_not_specialize=["channel", "rank", "piece", "num_tokens", "piece_bytes", "record_offset"])

@@ -96,6 +96,11 @@ class Workload:
     def __post_init__(self) -> None:
         if self.name not in WORKLOADS:
             raise ConfigError(f"there is no workload {self.name!r}: choose {', '.join(WORKLOADS)}")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                f"a token cannot have {self.num_experts_per_tok} of {self.num_experts} experts: choose 1 to "
+                f"{self.num_experts} experts per token"
+            )
         limit = self.largest_imbalance
         if self.name != "balanced" and not 1 <= self.imbalance <= limit:
             raise ConfigError(

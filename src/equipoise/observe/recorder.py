@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.accelerator import Accelerator, Event
+from equipoise.accelerator.pinned import host_empty_like
 from equipoise.distributed.collectives import Group, live_group
 from equipoise.errors import TraceError
 from equipoise.moe.layer import MoELayer
@@ -236,8 +237,7 @@ class LoadRecorder:
             if tensor.device.type == "cpu":
                 copies.append(tensor)
                 continue
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copies.append(host.copy_(tensor, non_blocking=True))
+            copies.append(host_empty_like(tensor).copy_(tensor, non_blocking=True))
         done = self._accelerator.event()
         done.record()
         return _Copied(copies, done)

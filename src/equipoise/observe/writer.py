@@ -48,6 +48,7 @@ class TraceWriter:
         self._clock = clock
         self._started = self._written = clock()
         self._batches: dict[str, list[pa.RecordBatch]] = {LAYERS: [], SEQUENCES: []}
+        self._bytes = {LAYERS: 0, SEQUENCES: 0}
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -62,10 +63,10 @@ class TraceWriter:
         self._add(SEQUENCES, sequences_batch(step, microbatch, group, rank, counts_LBE))
 
     def _add(self, table: str, batch: pa.RecordBatch) -> None:
-        batches = self._batches[table]
-        batches.append(batch)
+        self._batches[table].append(batch)
+        self._bytes[table] += batch.nbytes
         now = self._clock()
-        if sum(b.nbytes for b in batches) >= FILE_BYTES:
+        if self._bytes[table] >= FILE_BYTES:
             self._write(table)
         elif now - self._written >= max(FIRST_WAIT_S, WAIT_SHARE * (now - self._started)):
             self.flush()
@@ -83,7 +84,7 @@ class TraceWriter:
         rows = pa.Table.from_batches(batches).replace_schema_metadata(schema_with(self.info, table).metadata)
         first = batches[0]["step"][0].as_py()
         write_file(self._free_path(table, first), rows)
-        self._batches[table] = []
+        self._batches[table], self._bytes[table] = [], 0
 
     def _free_path(self, table: str, step: int) -> Path:
         number = 0

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from equipoise.accelerator.pinned import host_empty
+from equipoise.accelerator.pinned import host_empty_like
 from equipoise.distributed.agree import raise_together
 from equipoise.distributed.parking import Holder, park, unpark
 from equipoise.distributed.weight_update import Manifest, Packer, plan_buckets
@@ -57,7 +57,7 @@ class HostState:
                     continue
                 home = self._homes.get(id(local))
                 if home is None or home.shape != local.shape:
-                    home = self._homes[id(local)] = host_empty(local.shape, local.dtype, pin=True)
+                    home = self._homes[id(local)] = host_empty_like(local)
                 home.copy_(local, non_blocking=True)
                 moved += local.numel() * local.element_size()
         return moved

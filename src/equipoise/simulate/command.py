@@ -1,12 +1,13 @@
 """What `equipoise simulate` does with its options. The options are in `cli.py`."""
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from equipoise.errors import ConfigError
+from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.observe.reader import Trace, open_trace
 from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
 from equipoise.simulate.loads import LOGNORMAL, drawn_loads, exact_loads, trace_loads, workload_name
@@ -132,11 +133,26 @@ def _explain(hardware: Hardware) -> str:
     )
 
 
+def check_out(path: Path) -> None:
+    """Makes the folder of a results file; a path that cannot be one is refused before anything is computed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {path.parent} cannot be made: {error.strerror or error}") from error
+    if path.is_dir():
+        raise ConfigError(f"--out {path}: this is a folder; give the name of a file, such as {path / 'simulated.json'}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--out {path}: no permission to write into {path.parent}; choose another place")
+
+
 def write_json(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     """The rows as a results file (the form of `bench`)."""
     import json
 
     partial = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise EquipoiseError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error

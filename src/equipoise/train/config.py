@@ -112,6 +112,11 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
         raise ConfigError(
             f"parallel.dispatcher is 'local' but parallel.ep_size is {axes.ep}: choose all_to_all, all_gather or auto"
         )
+    if config.parallel.dispatcher in ("symmetric", "deepep") and axes.ep == 1:
+        raise ConfigError(
+            f"parallel.dispatcher is {config.parallel.dispatcher!r} but parallel.ep_size is 1: there is no other "
+            "rank to send rows to. Choose auto or local, or a larger ep_size"
+        )
     if config.balance is not None:
         _check_balance(config.balance, axes)
     synthetic_workload(config, axes)
@@ -171,4 +176,9 @@ def _check_balance(balance: BalanceConfig, axes: AxisSizes) -> None:
         raise ConfigError(
             f"balance.domain_size is {balance.domain_size}, which does not divide parallel.ep_size {axes.ep}: choose "
             f"one of {[d for d in range(1, axes.ep + 1) if axes.ep % d == 0]}, or 0 for no limit"
+        )
+    if balance.transport == "symmetric" and balance.planner != "exact_load":
+        raise ConfigError(
+            f"balance.transport is 'symmetric' but balance.planner is {balance.planner!r}, which plans on the host: "
+            "choose planner exact_load, or transport auto or collective"
         )

@@ -15,6 +15,11 @@ from equipoise.train.step import StepResult
 from equipoise.train.throughput import active_parameters, assumed_peak, flops_per_token, throughput_metrics
 
 
+def in_millions(count: float) -> str:
+    """A number of parameters in words, such as `1.8 M`; below 0.1 M in thousands."""
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count / 1e3:.1f} k"
+
+
 class StepRecorder:
     """Turns step results into records; knows the model's arithmetic and the peak that MFU refers to."""
 
@@ -27,8 +32,8 @@ class StepRecorder:
     def describe(self, model: MoEForCausalLM) -> list[str]:
         """Lines for the log at the start: the model, its spread over ranks, and what was chosen and why."""
         axes, loop = self.plan.axes, self.config.train
-        total = sum(p.numel() for p in model.parameters()) / 1e6
-        active = active_parameters(self.config.model) / 1e6
+        total = sum(p.numel() for p in model.parameters())
+        active = active_parameters(self.config.model)
         kernel = describe_choice(self.world.device, self.dtype, loop.expert_kernel)
         layout = f"ep {axes.ep} x efsdp {axes.efsdp}"
         if axes.replicate > 1:
@@ -47,7 +52,7 @@ class StepRecorder:
         return [
             *measured_only,
             f"accelerator: {chosen['winner']} ({chosen['reason']})",
-            f"model: {total:.1f} M parameters, {active:.1f} M active per token, "
+            f"model: {in_millions(total)} parameters, {in_millions(active)} active per token, "
             f"{self.config.model.num_experts} experts, top {self.config.model.num_experts_per_tok}{mtp}",
             f"ranks: {axes.world} on {self.world.accelerator.device_name()}, {layout}; compute in "
             f"{str(self.dtype).removeprefix('torch.')}",

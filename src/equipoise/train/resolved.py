@@ -28,7 +28,11 @@ except ImportError:  # not a POSIX system
 
 CONFIG_FILE = "config.toml"
 RUN_FILE = "run.json"
-_HEADER = "# Resolved settings of this run. To repeat it: equipoise train {file}\n\n"
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints inside a run folder."""
+
+_HEADER_START = "# Resolved settings of this run."
+_HEADER = _HEADER_START + " To repeat it: equipoise train {file}\n\n"
 
 
 def to_toml(config: BaseModel) -> str:
@@ -96,9 +100,11 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
     however the process ends. Where the file system has no locks (some network ones) nothing is kept.
 
     Raises:
-        ConfigError: another run on this machine is using the folder, or it cannot be made.
+        ConfigError: another run on this machine is using the folder, it holds files of somebody else that a run would
+            replace, or it cannot be made.
     """
     _make_folder(folder)
+    _refuse_files_of_others(folder)
     handle = os.open(folder, os.O_RDONLY) if fcntl is not None else None
     try:
         if handle is not None:
@@ -124,6 +130,25 @@ def _make_folder(folder: Path) -> None:
         raise ConfigError(
             f"the run folder {folder} cannot be made: {error.strerror or error}; choose another with --out DIR"
         ) from error
+
+
+def _refuse_files_of_others(folder: Path) -> None:
+    """A folder without checkpoints may be no run's: then what a run would replace has to be a run's own."""
+    config = folder / CONFIG_FILE
+    try:
+        if (folder / CHECKPOINTS).is_dir():
+            return
+        own = config.is_file() and config.read_bytes().startswith(_HEADER_START.encode())
+        found = [] if own else [name for name in (CONFIG_FILE, RUN_FILE) if (folder / name).exists()]
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {folder} cannot be read: {error.strerror or error}; choose another with --out DIR"
+        ) from error
+    if found:
+        raise ConfigError(
+            f"{folder} holds a {' and a '.join(found)} that no run has written, and a run would replace "
+            f"{'it' if len(found) == 1 else 'them'}; choose another run folder with --out DIR"
+        )
 
 
 def describe_run(argv: Sequence[str], typed: str = "") -> dict[str, Any]:

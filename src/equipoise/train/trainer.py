@@ -37,6 +37,7 @@ from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
 from equipoise.train.progress import ByteProgress
 from equipoise.train.record import StepRecorder
+from equipoise.train.resolved import CHECKPOINTS
 from equipoise.train.step import StepResult, TrainStep, run_model
 from equipoise.train.stop import StopSignals
 from equipoise.train.timing import PhaseTimer
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from equipoise.observe.recorder import LoadRecorder
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints inside a run folder."""
 
 
 class Trainer:

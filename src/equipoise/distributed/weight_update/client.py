@@ -1,8 +1,10 @@
 """One engine as an update sees it: what a client of a serving engine has to offer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch
 
 from equipoise.distributed.weight_update.manifest import ALIGNMENT, Manifest, TensorSpec
 
@@ -12,13 +14,15 @@ class Layout:
     """How an engine takes its bytes.
 
     alignment, split: of buckets; see `plan_buckets`. flattened: a bucket is broadcast as one message; otherwise each
-    tensor is. checks: the engine compares checksums at commit.
+    tensor is. checks: the engine compares checksums at commit. one_sender: everything comes from the trainer's rank 0,
+    since the engine takes one request after another and two senders could wait for each other.
     """
 
     alignment: int = ALIGNMENT
     split: bool = True
     flattened: bool = True
     checks: bool = True
+    one_sender: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,30 @@ class EngineInfo:
     experts: Sequence[tuple[int, int]] = field(default_factory=tuple)
 
 
+class BroadcastGroup(Protocol):
+    """The trainer's side of a weight-update group; it is rank 0."""
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Starts to send; returns work with `is_completed` and `wait`."""
+        ...
+
+    def close(self, *, abort: bool = False) -> None:
+        """Ends the group. Twice is harmless."""
+        ...
+
+
+GroupMaker = Callable[[str, int, int, torch.device], BroadcastGroup]
+"""From address, port, number of ranks and the trainer's device; meets the engines."""
+
+
 class EngineClient(Protocol):
     """Blocking calls, each bounded in time. An error is a WeightUpdateError that says what the engine has now."""
 
     layout: Layout
     address: str
     """Of the engine, for errors."""
+    group_maker: "GroupMaker | None"
+    """Makes the trainer's side of a weight-update group, where the engine does not make its own with torch."""
 
     def describe(self) -> EngineInfo:
         """Asks the engine."""

@@ -5,6 +5,7 @@ thread of its own: no order of senders can make two of them wait for each other.
 """
 
 import functools
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from equipoise.accelerator import Accelerator
-from equipoise.distributed.weight_update.client import EngineClient
+from equipoise.distributed.weight_update.client import BroadcastGroup, EngineClient
 from equipoise.distributed.weight_update.group import UpdateGroup, serve_store
 from equipoise.distributed.weight_update.manifest import Manifest
 from equipoise.distributed.weight_update.phases import Phases
@@ -43,7 +44,7 @@ class DistributedUpdate(WeightUpdate):
         super().__init__(source, clients, accelerator, **options)
         self.address, self.name = address, name
         self.backend = backend or accelerator.weight_update_backend()
-        self.group: UpdateGroup | None = None
+        self.group: BroadcastGroup | None = None
         self._room: torch.Tensor | None = None
         self._senders: list[int] = []
 
@@ -71,7 +72,8 @@ class DistributedUpdate(WeightUpdate):
         by_holders: dict[tuple[int, ...], list[str]] = {}
         for name in self._specs:
             holders = self.packer.holders[name]
-            by_holders.setdefault(() if len(holders) > 1 else holders, []).append(name)
+            alone = len(holders) == 1 and (holders == (0,) or not self.layout.one_sender)
+            by_holders.setdefault(holders if alone else (), []).append(name)
         return [by_holders[key] for key in sorted(by_holders)]
 
     def _connect(self) -> None:
@@ -84,11 +86,16 @@ class DistributedUpdate(WeightUpdate):
         owners = {self.packer.bucket_holders(index)[0] for index in range(len(self.packer.buckets))}
         senders = sorted(owners)
         stores: list[dist.TCPStore] = []
+        own_ports: list[int] = []
+        make = self.clients[0].group_maker
         size = 1 + sum(info.num_ranks for info in self.infos)
 
         def serve() -> None:
-            if self.rank in senders:
+            if self.rank in senders and make is None:
                 stores.append(serve_store(self.address, self.deadline_s))
+                own_ports.append(stores[0].port)
+            elif self.rank in senders:
+                own_ports.append(_free_port(self.address))
 
         def meet() -> None:
             calls = []
@@ -98,14 +105,17 @@ class DistributedUpdate(WeightUpdate):
                     for client, info in zip(self.clients, self.infos):
                         calls.append(self._call(self._join, client, ports[sender], offset, size, sender))
                         offset += info.num_ranks
-            if stores:
-                own = self._call(self._make_group, stores[0], size)
+            if own_ports:
+                if make is None:
+                    own = self._call(self._make_group, stores[0], size)
+                else:
+                    own = self._call(make, self.address, own_ports[0], size, self.device)
                 self._wait(own.done, calls, "the engines did not join the weight-update group")
                 self.group = own.result()
             self._finish_calls(calls)
 
         self._together(serve)
-        ports = self._gather(stores[0].port if stores else None)
+        ports = self._gather(own_ports[0] if own_ports else None)
         self._together(meet)
         self._senders = senders
 
@@ -188,3 +198,10 @@ class DistributedUpdate(WeightUpdate):
                     f"a broadcast of weights failed: {str(error).splitlines()[0]}. Is every engine alive?"
                 ) from error
         works.clear()
+
+
+def _free_port(address: str) -> int:
+    """A port of this host that was free a moment ago: the engine's library opens its store itself."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

@@ -86,10 +86,11 @@ class Packer:
         self.buckets: Sequence[Bucket] = ()
         self._work: list[list[_Copy | _Run]] = []
         self._bucket_holders: list[list[int]] = []
+        self._one_sender = False
 
-    def plan(self, buckets: Sequence[Bucket]) -> None:
-        """Takes a layout, the same on every rank."""
-        self.buckets = buckets
+    def plan(self, buckets: Sequence[Bucket], one_sender: bool = False) -> None:
+        """Takes a layout, the same on every rank. `one_sender`: rank 0 owns every bucket."""
+        self.buckets, self._one_sender = buckets, one_sender
         self._work = [self._plan(bucket) for bucket in buckets]
         self._bucket_holders = [self._find_holders(bucket) for bucket in buckets]
 
@@ -109,7 +110,8 @@ class Packer:
         return self._bucket_holders[index]
 
     def _find_holders(self, bucket: Bucket) -> list[int]:
-        return sorted({rank for piece in bucket.pieces for rank in self.holders[piece.name]}) or [0]
+        ranks = {rank for piece in bucket.pieces for rank in self.holders[piece.name]}
+        return sorted(ranks | {0} if self._one_sender else ranks) or [0]
 
     def pack(self, index: int, out: torch.Tensor, *, everywhere: bool = False) -> None:
         """Fills `out` (uint8, at least the bucket) on the owner, or on every rank: then, and where there are several

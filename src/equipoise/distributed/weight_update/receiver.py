@@ -86,15 +86,16 @@ class WeightReceiver:
             WeightUpdateError: buckets are missing or arrived with other bytes than were sent; the engine is dirty then.
         """
         manifest = self._open()
+        arrived = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist())) if self._sums else {}
         try:
             for index, bucket in enumerate(manifest.buckets):
                 needed = any(piece.name in self.targets for piece in bucket.pieces)
-                if index not in self._sums:
+                if index not in arrived:
                     if needed:
                         raise WeightUpdateError(f"bucket {index} ({_contents(bucket)}) has not arrived")
                 elif index not in checksums:
                     raise WeightUpdateError(f"the sender gave no checksum of bucket {index}")
-                elif int(self._sums[index]) != checksums[index]:
+                elif arrived[index] != checksums[index]:
                     raise WeightUpdateError(
                         f"bucket {index} ({_contents(bucket)}) arrived with other bytes than were sent"
                     )

@@ -163,15 +163,21 @@ class WeightUpdate(ABC):
                 bucket
                 for names in self._order()
                 for bucket in plan_buckets(
-                    ((name, self._specs[name]) for name in names),
+                    ((name, self._specs[name]) for name in self._fitting(names)),
                     self.bucket_bytes,
                     alignment=layout.alignment,
                     split=layout.split,
                 )
             ]
-            self._packer.plan(buckets)
+            self._packer.plan(buckets, layout.one_sender)
             self._manifest = Manifest(version="layout", tensors=self._specs, buckets=buckets)
         self._connect()
+
+    def _fitting(self, names: list[str]) -> list[str]:
+        """Without room between tensors, wide elements come first, so that all are aligned."""
+        if self.layout.alignment > 1:
+            return names
+        return sorted(names, key=lambda name: -self._specs[name].torch_dtype.itemsize)
 
     def _ask_engines(self) -> list[EngineInfo]:
         """On every rank, what the engines say to rank 0."""
@@ -214,7 +220,8 @@ class WeightUpdate(ABC):
         return {name: told[0][name] for name in own}
 
     def _all_checksums(self, sums: Mapping[int, torch.Tensor]) -> dict[int, int]:
-        mine = [[index, int(value)] for index, value in sums.items()]
+        values = torch.stack(list(sums.values())).tolist() if sums else []
+        mine = [[index, value] for index, value in zip(sums, values)]
         return {index: value for rank in self._gather(mine) for index, value in rank}
 
     def _fill(self, index: int, out: torch.Tensor, phases: Phases, *, everywhere: bool = False) -> torch.Tensor:

@@ -18,6 +18,7 @@ class ReferenceClient:
     """`EngineClient` of `equipoise serve`. `pause_mode`: what becomes of running requests, see `EngineLoop.pause`."""
 
     layout = Layout()
+    group_maker = None
 
     def __init__(
         self, url: str, token: str | None = None, *, pause_mode: str = "retract", timeout_s: float = 300.0
