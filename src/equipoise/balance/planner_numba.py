@@ -241,7 +241,7 @@ def _run(
                     continue
                 held = np.int64(load_P[p])
                 if fullest < held <= full:
-                    fullest, receiver = held, p
+                    fullest, receiver = held, p  # type: ignore[assignment]
                 if held < emptiest:
                     emptiest, fallback = held, p
             if receiver < 0:

@@ -41,7 +41,8 @@ class BalancedEP:
             step = balancer.route(ids_TK)
             attached = {name: step.attach(name, weight) for name, weight in masters.items()}
             x_TD = x_TD.to(dtype)
-            arrived = dispatcher.dispatch(x_TD, step.physical_ids_TK, weights_TK, Exchange(*step.exchange))
+            exchange = None if step.exchange is None else Exchange(*step.exchange)
+            arrived = dispatcher.dispatch(x_TD, step.physical_ids_TK, weights_TK, exchange)
 
             def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
                 return step.grouped_linear(rows, arrived.counts_M, attached[name], bias=attached.get(f"{name}_bias"))

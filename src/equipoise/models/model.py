@@ -4,7 +4,7 @@ Shapes: B sequences, S tokens, D features, V vocabulary, T = B * S.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,7 +70,8 @@ class Decoder(nn.Module):
         config = self.config
         rotary = rotary_tables(position_ids_BS, config.head_dim, config.rope_theta, x_BSD.dtype, config.rope_scaling)
         mask = document_mask(document_ids_BS)
-        num_main, routings = config.num_hidden_layers, []
+        num_main = config.num_hidden_layers
+        routings: list[Routing | None] = []
         if replay is not None:
             self._plan_ahead(replay, valid_BS, microbatch)
         for layer in self.layers[:num_main]:
@@ -89,7 +90,7 @@ class Decoder(nn.Module):
 
     def _plan_ahead(self, replay: RoutingReplay, valid_BS: torch.Tensor | None, microbatch: int) -> None:
         """With the load of every layer known, a balancer plans for all of them at once."""
-        layers = [layer for layer in self.layers[: self.config.num_hidden_layers] if layer.is_moe]
+        layers: list[Any] = [layer for layer in self.layers[: self.config.num_hidden_layers] if layer.is_moe]
         balancings = [layer.mlp.balancing for layer in layers]
         if replay.is_complete and balancings and balancings[0] is not None:
             recorded = [replay.layer(index) for index in range(len(layers))]

@@ -94,8 +94,8 @@ class ExpertBalancing:
         """Places replicas for one microbatch and starts to send them their weights, unless that was done ahead."""
         entered = entered or self.enter()
         ahead = entered.ahead
-        is_checked = ahead is not None and routing.ids_TK.device.type == "cpu"
-        if is_checked and not torch.equal(routing.ids_TK, ahead.step.ids_TK):
+        on_host = routing.ids_TK.device.type == "cpu"  # elsewhere the comparison would be a host sync
+        if ahead is not None and on_host and not torch.equal(routing.ids_TK, ahead.step.ids_TK):
             raise RuntimeError(f"{ahead.step.where}: the router followed other experts than those planned ahead")
         return ahead or self._place(routing.ids_TK, routing.counts_E, microbatch, entered)
 

@@ -59,8 +59,11 @@ class EngineClient(Protocol):
     layout: Layout
     address: str
     """Of the engine, for errors."""
-    group_maker: "GroupMaker | None"
-    """Makes the trainer's side of a weight-update group, where the engine does not make its own with torch."""
+
+    @property
+    def group_maker(self) -> "GroupMaker | None":
+        """Makes the trainer's side of a weight-update group, where the engine does not make its own with torch."""
+        ...
 
     def describe(self) -> EngineInfo:
         """Asks the engine."""
