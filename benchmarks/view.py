@@ -1,14 +1,14 @@
 """Times `equipoise view` on a generated trace of 10,000 steps x 60 layers x 256 experts, in headless Chromium.
 
-    python benchmarks/view.py --out FOLDER [--steps 10000] [--layers 60] [--experts 256] [--ranks 8] [--repeats 5]
+    python benchmarks/view.py --out FOLDER [--repeats 5] [--steps 10000] [--layers 60] [--experts 256] [--ranks 8]
 
 Generates FOLDER/big once (several GB: every step with its matrices, and metrics), starts the command, opens the page
 and several layers, and writes its three keys into the summary of benchmarks/results/observe.json; other keys stay.
 
 first_page_s: from asking for the page to all of its figures drawn, the first time that anybody asks this server, in a
 browser that has just been started. Median over repeats, each with a server and a browser of its own.
-drilldown_s: from choosing a layer and step to all of its figures drawn, the slowest of several, the first included; median
-over repeats.
+drilldown_s: from choosing a layer and step to all of its figures drawn, the slowest of several, the first included;
+median over repeats.
 server_memory_gb: the most resident memory that any server has had.
 """
 
