@@ -132,6 +132,13 @@ def test_models_that_cannot_be_traced_are_refused_by_name(tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"transformers cannot load '.*empty' as a causal language model"):
         load_model(str(tmp_path / "empty"), CPU)
+    qwen().save_pretrained(tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-50])
+    with pytest.raises(ConfigError, match=r"transformers cannot load '.*cut' as a causal language model: .+ Give"):
+        load_model(str(tmp_path / "cut"), CPU)
+    with pytest.raises(DataError, match=r"the folder has no tokenizer\.json.*--tokenizer names another one"):
+        read_sequences(text(tmp_path / "b.txt"), None, str(tmp_path / "cut"), 8, 1)
 
 
 def test_the_command_prints_the_load_and_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ def load_model(name: str, device: torch.device) -> nn.Module:
         ConfigError: no transformers, no such model, or one that transformers cannot load.
     """
     try:
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(
@@ -66,7 +67,16 @@ def load_model(name: str, device: torch.device) -> nn.Module:
         ) from error
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"transformers cannot load {name!r} as a causal language model: {reason}. Give a folder with config.json "
@@ -82,7 +92,11 @@ def read_sequences(source: str, column: str | None, tokenizer: str, length: int,
         DataError: the source cannot be read, or has less than one sequence.
     """
     config = DataConfig(source=source, column=column, tokenizer=tokenizer)
-    encoder, report = load_tokenizer(tokenizer), SourceReport(source)
+    try:
+        encoder = load_tokenizer(tokenizer)
+    except DataError as error:
+        raise DataError(f"{error}. --tokenizer names another one, such as bytes") from error
+    report = SourceReport(source)
 
     def enough() -> Iterator[str]:
         size = 0
