@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from equipoise.errors import TraceError
 from equipoise.observe.reader import Trace, TraceFile
 from equipoise.observe.schema import LAYERS
 
-_COLUMNS = ("step", "layer", "rank_imbalance", "rank_imbalance_after", "copies", "copied_bytes", "slot_expert")
+_COLUMNS = ("step", "layer", "rank_imbalance", "rank_imbalance_after", "copies")
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,8 @@ class History:
     """Means and maxima over microbatches and EP groups; NaN where a layer was not recorded.
 
     steps_S: ascending. before_SL, after_SL: mean of largest over mean rank load, by the router's choice and as
-    delivered. worst_before_SL, worst_after_SL: the largest. rows_SL: how many were averaged. copies_S, bytes_S:
-    replicas and their weights, of all layers, microbatches and EP groups. has_matrices_S: whether the step can be
-    drilled into.
+    delivered. worst_before_SL, worst_after_SL: the largest. rows_SL: how many were averaged. copies_S: replicas
+    of all layers, microbatches and EP groups. has_matrices_S: whether the step can be drilled into.
     """
 
     steps_S: np.ndarray
@@ -35,7 +33,6 @@ class History:
     worst_after_SL: np.ndarray
     rows_SL: np.ndarray
     copies_S: np.ndarray
-    bytes_S: np.ndarray
     has_matrices_S: np.ndarray
 
 
@@ -48,7 +45,6 @@ class _Part:
     worst: np.ndarray  # [2, s, L]
     rows: np.ndarray
     copies: np.ndarray
-    copied_bytes: np.ndarray
     has_matrices: np.ndarray
 
 
@@ -98,6 +94,7 @@ class HistoryReader:
         try:
             with pq.ParquetFile(file.path, memory_map=True) as parquet:
                 table = parquet.read(list(_COLUMNS), use_threads=False)
+                have = self._rows_with_matrices(parquet)
         except (pa.ArrowException, OSError) as error:
             raise TraceError(f"{file.path} cannot be read: {str(error).splitlines()[0]}") from error
         L = self.trace.info.num_layers
@@ -109,16 +106,28 @@ class HistoryReader:
             values = _numpy(table, name).astype(np.float64)
             sums[index] = np.bincount(cell, values, size)
             np.maximum.at(worst[index], cell, values)
-        with_matrices = _numpy(table.filter(pc.is_valid(table["slot_expert"])), "step")
+        with_matrices = np.unique(_numpy(table, "step")[have])
         return _Part(
             steps,
             sums.reshape(2, -1, L),
             worst.reshape(2, -1, L),
             np.bincount(cell, minlength=size).reshape(-1, L),
             np.bincount(row_step, _numpy(table, "copies"), len(steps)),
-            np.bincount(row_step, _numpy(table, "copied_bytes"), len(steps)),
             np.isin(steps, with_matrices),
         )
+
+    def _rows_with_matrices(self, parquet: pq.ParquetFile) -> slice | np.ndarray:
+        """By the size of the column `load`, which is in the file's metadata, unless the file has rows of both kinds."""
+        metadata = parquet.metadata
+        index = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path.split(".")[0] == "load")
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        values, rows = sum(group.column(index).num_values for group in groups), metadata.num_rows
+        if values == rows * self.trace.info.ep_size * self.trace.info.num_experts:
+            return slice(None)
+        if values == rows:  # a list that is null counts as one value
+            return slice(0)
+        valid = parquet.read(["slot_expert"], use_threads=False)["slot_expert"].combine_chunks().is_valid()
+        return np.array(valid.to_pylist(), bool)
 
     def _join(self, parts: list[_Part]) -> History:
         L = self.trace.info.num_layers
@@ -126,7 +135,7 @@ class HistoryReader:
         steps = np.unique(np.concatenate(every)) if every else np.empty(0, np.int32)
         S = len(steps)
         sums, worst = np.zeros((2, S, L)), np.full((2, S, L), -np.inf)
-        rows, copies, copied_bytes = np.zeros((S, L), np.int64), np.zeros(S), np.zeros(S)
+        rows, copies = np.zeros((S, L), np.int64), np.zeros(S)
         has_matrices = np.zeros(S, bool)
         for part in parts:  # a part's steps are unique, so plain indexed additions are right
             place = np.searchsorted(steps, part.steps)
@@ -134,12 +143,11 @@ class HistoryReader:
             worst[:, place] = np.maximum(worst[:, place], part.worst)
             rows[place] += part.rows
             copies[place] += part.copies
-            copied_bytes[place] += part.copied_bytes
             has_matrices[place] |= part.has_matrices
         known = rows > 0
         means = np.where(known, sums / np.maximum(rows, 1), np.nan).astype(np.float32)
         worst = np.where(known, worst, np.nan).astype(np.float32)
-        return History(steps, means[0], means[1], worst[0], worst[1], rows, copies, copied_bytes, has_matrices)
+        return History(steps, means[0], means[1], worst[0], worst[1], rows, copies, has_matrices)
 
 
 def _numpy(table: pa.Table, name: str) -> np.ndarray:

@@ -208,9 +208,7 @@ class Run:
         steps = self._metrics.column("step").astype(np.int64)
         unknown_SL = np.full_like(before_SL, np.nan)
         none = np.zeros(len(steps))
-        history = History(
-            steps, before_SL, unknown_SL, before_SL, unknown_SL, np.ones_like(before_SL), none, none, none > 0
-        )
+        history = History(steps, before_SL, unknown_SL, before_SL, unknown_SL, np.ones_like(before_SL), none, none > 0)
         heat = _heat(history)
         heat["after"] = None
         return heat, _worst_layers(history)
