@@ -119,6 +119,8 @@ class EngineLoop:
         self.worker.close()
         if self.failure is None:
             self.ranks.stop()
+        else:
+            self.ranks.give_up()
 
     def _turn(self) -> None:
         """Everything that was asked for, what has ended, then a step."""

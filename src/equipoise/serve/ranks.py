@@ -42,6 +42,7 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else group.size()
         self._lock = threading.Lock()
+        self._is_over = False
 
     def run(self, command: str, /, **arguments: Any) -> list[Any]:
         """On rank 0: every rank's result, by rank. Raises RanksError if any failed."""
@@ -62,10 +63,15 @@ class Ranks:
                 continue  # rank 0 has it too
 
     def stop(self) -> None:
-        """On rank 0: lets the others return. Nothing can be run after it."""
-        if self._group is not None:
+        """On rank 0: lets the others return. Nothing can be run after it; twice is harmless."""
+        is_first, self._is_over = not self._is_over, True
+        if self._group is not None and is_first:
             with self._lock:
                 self._send(json.dumps([STOP, {}]).encode())
+
+    def give_up(self) -> None:
+        """The others cannot be reached any more: `stop` will not try."""
+        self._is_over = True
 
     def _results(self, name: str, arguments: dict[str, Any]) -> list[Any]:
         try:
