@@ -51,6 +51,8 @@ class Run:
             text=True,
             cwd=folder,
             env=clean | environment,
+            # A shell's background job ignores SIGINT, and so would everything that is started from it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def wait(self) -> tuple[int, str]:
