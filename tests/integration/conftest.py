@@ -54,7 +54,8 @@ class Base:
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `recipe.toml` and texts."""
     folder = tmp_path_factory.mktemp("train")
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "text").mkdir()
@@ -64,6 +65,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
         (folder / "text" / f"{i:02}.txt").write_text(text)
     lines = [json.dumps({"text": text[: 20 + i], "number": i}) for i, text in enumerate(texts[20:])]
     (folder / "few.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def base(workplace: Path) -> Base:
+    folder = workplace
     settings = ["--parallel.ep-size", "2", "--train.eval-every", "5", "--checkpoint.every", "10"]
     output = train(folder, "base", *settings, "--checkpoint.keep-last", "0", "--metrics.tensorboard", nproc=2)
     return Base(folder, folder / "base", output)
