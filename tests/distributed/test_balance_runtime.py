@@ -363,7 +363,9 @@ def runs_behind_attention(world: World, meshes: Meshes) -> list[str]:
             return grad, None
 
     inner = balancer.pull_gradients
-    balancer.pull_gradients = lambda step, name: order.append(f"send {name}") or inner(step, name)  # type: ignore
+    balancer.pull_gradients = lambda step, name, gradients: (  # type: ignore
+        order.append(f"send {name}") or inner(step, name, gradients)
+    )
     layer.attention.register_hook(lambda g: order.append("attention"))
     layer.weights["up"][0].register_hook(lambda g: order.append("masters of up"))
     x = Note.apply(tokens(world.rank, 0, 7).requires_grad_(), "start of the layer")

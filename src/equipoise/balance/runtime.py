@@ -369,10 +369,12 @@ class Balancer:
         if not unread:
             return []
         load_NE = torch.stack([record.load_E for record in unread])
-        after_NP = torch.stack([record.placement.rank_load for record in unread])
-        copies_N = torch.stack([record.placement.num_copies for record in unread])
+        quota = torch.stack([record.placement.quota for record in unread])
+        slot_expert = torch.stack([record.placement.slot_expert for record in unread])
         before_NP = load_NE.view(len(unread), self.num_ranks, self.num_masters).sum(2)
-        numbers = torch.cat([before_NP, after_NP, copies_N[:, None]], 1).tolist()
+        after_NP = quota.view(len(unread), self.num_ranks, self.num_physical_local).sum(2)
+        copies_N1 = (slot_expert >= 0).sum(1, keepdim=True)
+        numbers = torch.cat([before_NP, after_NP, copies_N1], 1).tolist()
         P = self.num_ranks
         return [
             self._load_record(record.key, row[:P], row[P : 2 * P], row[2 * P], 0.0)
