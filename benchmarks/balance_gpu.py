@@ -24,13 +24,14 @@ import torch.distributed as dist
 from equipoise.accelerator import get_accelerator
 from equipoise.balance import Balancer
 from equipoise.bench.advice import measure_copy_tokens, slots_for
+from equipoise.bench.hot_experts import HotExperts
 from equipoise.bench.results import device_word, results_folder, write_results
 from equipoise.data import DataConfig, build_dataset
 from equipoise.dispatch import Dispatcher, build_dispatcher
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import World, join_world
 from equipoise.moe.balancing import ExpertBalancing, expert_shapes
-from equipoise.moe.synthetic import SyntheticRouting, Workload
+from equipoise.moe.synthetic import Workload
 from equipoise.train import trainer as trainer_module
 from equipoise.train.config import TrainConfig, plan_run
 from equipoise.train.load import load_config
@@ -54,21 +55,6 @@ class Mode:
     dispatcher: Dispatcher
     balancer: Balancer | None
     is_forced: bool = False
-
-
-class HotExperts:
-    """Three hot experts on rank 0, which so has `imbalance` times the mean load; all others are alike. (One expert
-    cannot be so hot: of each token's choices it gets one at most.)"""
-
-    def __init__(self, imbalance: float, num_experts: int, top_k: int, num_ranks: int) -> None:
-        hot, here = 3, num_experts // num_ranks
-        cold = (here - hot) / (num_experts - hot)
-        share = (imbalance / num_ranks - cold) / (1 - cold)
-        shares = [share / hot] * hot + [(1 - share) / (num_experts - hot)] * (num_experts - hot)
-        self._top_k, self._num_ranks, self._shares = top_k, num_ranks, tuple(shares)
-
-    def routing(self, step: int, rank: int) -> SyntheticRouting:
-        return SyntheticRouting(self._shares, self._top_k, self._num_ranks, rank)
 
 
 class Bench:

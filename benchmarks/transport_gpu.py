@@ -25,6 +25,7 @@ import torch.distributed as dist
 from equipoise.balance import BalanceConfig, Balancer, PlannerSettings
 from equipoise.balance.device_planner import ExchangingPlanner
 from equipoise.balance.transport.symmetric import DevicePull, DeviceWork, SymmetricBuffers, SymmetricTransport
+from equipoise.bench.hot_experts import HotExperts
 from equipoise.bench.results import device_word, results_folder, write_results
 from equipoise.dispatch import SymmetricDispatcher, build_dispatcher
 from equipoise.dispatch.all_to_all import expert_major_order
@@ -226,7 +227,7 @@ class Layer:
         self.rotary = rotary_tables(positions, 128, config.rope_theta, torch.bfloat16)
         self.gradient = torch.randn_like(self.x_BSD)
 
-    def use(self, dispatcher: Dispatcher, balancer: Balancer | None, workload: Workload) -> None:
+    def use(self, dispatcher: Dispatcher, balancer: Balancer | None, workload: Workload | HotExperts) -> None:
         self.mlp.dispatcher = dispatcher
         self.mlp.balancing = None if balancer is None else ExpertBalancing(balancer, 0, self.mlp.experts)
         self.mlp.gate.synthetic = workload.routing(0, self.bench.rank)
@@ -265,7 +266,7 @@ def layers(bench: Bench) -> dict[str, Any]:
     config = BalanceConfig(num_redundant_experts_per_rank=2)
     balancer = Balancer(dist.group.WORLD, NUM_EXPERTS, shapes, torch.bfloat16, config, space=bench.space)
     balanced = SymmetricDispatcher(balancer.num_physical_experts, bench.space, 1.5, max_tokens=16384, num_buffers=3)
-    layer.use(balanced, balancer, make("hot_experts", 1.6))
+    layer.use(balanced, balancer, HotExperts(1.6, NUM_EXPERTS, TOP_K, bench.size))
     with_pull = bench.us(layer.whole, 5)
     transport = balancer.transport
     pull_gradients = transport.pull_gradients
