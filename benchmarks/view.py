@@ -158,7 +158,7 @@ def main() -> None:
         for turn, rows in enumerate(turns)
         for row in rows
     ]
-    packages = ["equipoise", "numpy", "pyarrow", "starlette", "uvicorn", "playwright"]
+    packages = ["equipoise", "numpy", "pyarrow", "starlette", "uvicorn", "plotly", "playwright"]
     write_results(path, kept + mine, earlier["summary"] | summary, packages)
 
 

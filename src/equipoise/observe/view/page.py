@@ -1,17 +1,36 @@
-"""The page's files: markup, style and scripts of our own, and plotly's script, so that it works without a network."""
+"""The page's files: markup, style and scripts of our own, and plotly's script from its package."""
 
 import base64
 import hashlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+from equipoise.errors import ConfigError
+
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = ("format.js", "theme.js", "charts.js", "overview.js", "layer.js", "compare.js", "app.js")
 """In the order in which the page needs them."""
-PLOTLY = STATIC / "plotly-cartesian.min.js"
-"""plotly.js 4.1.1 (MIT, plotly-LICENSE.txt), unchanged from its npm package plotly.js-cartesian-dist-min. The script in
-plotly's Python package has all kinds of figures: it is three times as large, and a browser takes a second longer."""
+
+
+def plotly_script() -> Path:
+    """The script of the installed plotly package, so that the page works without a network.
+
+    Raises:
+        ConfigError: plotly is not installed, or carries no script.
+    """
+    found = importlib.util.find_spec("plotly")
+    folders = [] if found is None else list(found.submodule_search_locations or [])
+    for folder in folders:
+        script = Path(folder) / "package_data" / "plotly.min.js"
+        if script.is_file():
+            return script
+    raise ConfigError(
+        "the viewer draws with plotly, which is not installed: pip install 'equipoise[view]'"
+        if found is None
+        else f"the plotly package in {folders} carries no package_data/plotly.min.js: install plotly from PyPI"
+    )
 
 
 def own_script() -> str:
@@ -34,7 +53,7 @@ def served_page() -> str:
 def whole_page(data: dict[str, Any]) -> str:
     """The page in one file with all of its data: {request: answer}."""
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    plotly = _inside(PLOTLY.read_text(encoding="utf-8"))
+    plotly = _inside(plotly_script().read_text(encoding="utf-8"))
     data_script = f'<script type="application/json" id="embedded">{embedded}</script>'
     return _page("", f"{data_script}\n<script>{plotly}</script>\n<script>{own_script()}</script>")
 

@@ -10,7 +10,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from equipoise.errors import ConfigError, EquipoiseError
-from equipoise.observe.view.page import PLOTLY, script_source, served_page
+from equipoise.observe.view.page import plotly_script, script_source, served_page
 from equipoise.observe.view.runs import Runs
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def make_app(runs: Runs, token: str | None) -> "Starlette":
         raise ConfigError(
             f"the viewer needs {error.name}, which is not installed: pip install 'equipoise[view]'"
         ) from error
-    script, page = PLOTLY.read_bytes(), served_page()
+    script, page = plotly_script().read_bytes(), served_page()
 
     def refused(request: "Request") -> "AnyResponse | None":
         """The answer to a request without the token, or one that brings it in its address for the first time."""
