@@ -89,6 +89,8 @@ def test_a_bad_loss_stops_every_rank_and_the_last_good_checkpoint_resumes_at_ano
 
 def test_a_killed_worker_ends_the_run_with_its_rank_named_and_nothing_left(base: Base, start: Any) -> None:
     command = start("killed", *ENDLESS, "--checkpoint.every", "2", "--parallel.timeout-s", "20")
+    run = base.folder / "killed"
+    until(lambda: checkpoints(run) != [], command)  # it is written while training goes on
     workers = command.workers()
     assert sorted(workers) == [0, 1]
     started = time.monotonic()
@@ -99,7 +101,6 @@ def test_a_killed_worker_ends_the_run_with_its_rank_named_and_nothing_left(base:
     assert "rank 1 of 2 was killed by SIGKILL" in command.output()
     assert command.workers() == {}
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
-    run = base.folder / "killed"
     last = checkpoints(run)[-1]
     assert "resuming after step" in train(base.folder, "killed", *EP2, "--train.steps", str(last + 1), nproc=2)
 
