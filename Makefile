@@ -22,8 +22,9 @@ demo: install
 	$(BIN)/equipoise train demo --nproc-per-node 2 --out $$run && \
 	$(BIN)/equipoise bench balance $$run --nproc-per-node 2 --workloads natural,hot_rank
 
+# Two files at a time: many tests wait for processes of their own.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
