@@ -98,6 +98,8 @@ def test_a_key_that_the_index_does_not_list(folder: Path) -> None:
 def test_an_extra_shard_is_ignored(folder: Path) -> None:
     save_file({"other": torch.zeros(3)}, folder / "model-00099-of-00099.safetensors")
     export(open_source(folder), folder.parent / "native", "native")
+    assert (folder.parent / "native").is_dir()
+    assert not any("other" in file.name for file in (folder.parent / "native").iterdir())
 
 
 def test_a_key_that_no_shard_has(folder: Path) -> None:

@@ -34,12 +34,11 @@ push; it is 0 with balancing off."""
 LAYERS, SEQUENCES = "layers", "sequences"
 """Tables, and what their files' names begin with."""
 
+_PLACE = [pa.field(name, pa.int32(), nullable=False) for name in ("step", "microbatch", "layer", "group")]
+
 LAYERS_SCHEMA = pa.schema(
     [
-        pa.field("step", pa.int32(), nullable=False),
-        pa.field("microbatch", pa.int32(), nullable=False),
-        pa.field("layer", pa.int32(), nullable=False),
-        pa.field("group", pa.int32(), nullable=False),
+        *_PLACE,
         pa.field("rank_imbalance", pa.float32(), nullable=False),
         pa.field("rank_imbalance_after", pa.float32(), nullable=False),
         pa.field("copies", pa.int32(), nullable=False),
@@ -73,10 +72,7 @@ MATRIX_COLUMNS = ("load", "slot_expert", "quota", "delivered")
 
 SEQUENCES_SCHEMA = pa.schema(
     [
-        pa.field("step", pa.int32(), nullable=False),
-        pa.field("microbatch", pa.int32(), nullable=False),
-        pa.field("layer", pa.int32(), nullable=False),
-        pa.field("group", pa.int32(), nullable=False),
+        *_PLACE,
         pa.field("rank", pa.int32(), nullable=False),
         pa.field("sequence", pa.int32(), nullable=False),
         pa.field("counts", pa.list_(pa.int32()), nullable=False),
