@@ -30,6 +30,7 @@ from equipoise.trace.command import HELP as TRACE_HELP
 from equipoise.trace.command import trace_model
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
+from equipoise.train.resolved import check_run_folder
 from equipoise.train.schema import Schema, read_schema
 from equipoise.train.stop import StopSignals
 
@@ -180,6 +181,7 @@ def _train(
     if out is None:
         joins = launch.has_launcher(os.environ)
         out = _joined_run_dir(recipe, os.environ) if joins else _new_run_dir(recipe)
+    check_run_folder(out, resume, resume_step)
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]
     if resume_step is not None:
         options += ["--resume-step", str(resume_step)]

@@ -35,7 +35,13 @@ def convert(
     to: Annotated[Target, typer.Option("--to", help="Names and layout to write: the family's, or ours.")],
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16, float16 or float8_e4m3 (blocks of 128 x 128); default: as in SRC."),
+        typer.Option(
+            help="float32, bfloat16, float16, float8_e4m3 (blocks of 128 x 128) or int4 (routed experts, in groups); "
+            "default: as in SRC."
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(show_default="32", help="With --dtype int4: columns that share a factor.")
     ] = None,
     experts: Annotated[
         Experts | None,
@@ -46,12 +52,13 @@ def convert(
     """Convert a model between Hugging Face's files and ours. Nothing is held but the rows in work."""
     with exit_codes():
         from equipoise.checkpoint.hf import export, open_source, parse_dtype
+        from equipoise.checkpoint.sizes import in_words
         from equipoise.errors import ConfigError
         from equipoise.train.progress import ByteProgress
 
         if to is Target.NATIVE and experts is not None:
             raise ConfigError("--experts is for --to hf: native folders have one tensor for all experts of a layer")
-        wanted = parse_dtype(dtype)
+        wanted = parse_dtype(dtype, group_size)
         opened = open_source(source)
         started = time.monotonic()
         try:
@@ -62,4 +69,4 @@ def convert(
         finally:
             opened.close()
         size = sum(file.stat().st_size for file in target.iterdir())
-        typer.echo(f"wrote {target}: {size / 1e9:.2f} GB in {time.monotonic() - started:.1f} s")
+        typer.echo(f"wrote {target}: {in_words(size)} in {time.monotonic() - started:.1f} s")

@@ -19,8 +19,8 @@ def test_a_line_every_ten_seconds_with_rate_and_time_left(clock: list[float], ca
             clock[0] = 100.0 + second
             bar(second * 100_000_000, 4_000_000_000)
     assert capsys.readouterr().err.splitlines() == [
-        "convert x: 1.0 of 4.0 GB, 100 MB/s, 30 s left",
-        "convert x: 2.0 of 4.0 GB, 100 MB/s, 20 s left",
+        "convert x: 1.00 GB of 4.00 GB, 100 MB/s, 30 s left",
+        "convert x: 2.00 GB of 4.00 GB, 100 MB/s, 20 s left",
     ]
 
 

@@ -158,7 +158,15 @@ def test_the_noted_command_repeats_the_run(calls: Calls) -> None:
     assert calls[1]["out"] == calls[0]["out"]
 
 
-def test_a_step_to_resume_from_reaches_the_run_and_its_workers(calls: Calls) -> None:
+def test_a_step_to_resume_from_reaches_the_run_and_its_workers(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = invoke("train", "--train.steps", "3", "--out", "here", "--resume-step", "20")
+    assert missing.exit_code == 1
+    assert "Complete checkpoints of the run: none" in missing.output
+    assert calls == []
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(cli, "check_run_folder", lambda *arguments: None)
     assert invoke("train", "--train.steps", "3", "--out", "here", "--resume-step", "20").exit_code == 0
     (call,) = calls
     assert (call["resume"], call["resume_step"]) == (True, 20)

@@ -253,12 +253,12 @@ def test_nothing_is_overwritten_and_a_failed_write_leaves_nothing(tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "there"]
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-        with pytest.raises(CheckpointError, match="GB free"):
+        with pytest.raises(CheckpointError, match="free, and the model needs"):
             convert(tmp_path / "hf", tmp_path / "native", "native")
     convert(tmp_path / "hf", tmp_path / "native", "native")
 
 
-@pytest.mark.parametrize("dtype", ["int4", "w4a16", "float7"])
+@pytest.mark.parametrize("dtype", ["w4a16", "float7"])
 def test_dtypes_that_cannot_be_written_are_refused(dtype: str) -> None:
     with pytest.raises(CheckpointError, match=f"'{dtype}' cannot be written: choose one of float32, bfloat16"):
         hf.parse_dtype(dtype)
@@ -272,7 +272,8 @@ def test_the_command_needs_no_accelerator(tmp_path: Path, monkeypatch: pytest.Mo
     command = ["convert", str(tmp_path / "hf"), str(tmp_path / "native"), "--to", "native", "--dtype", "bfloat16"]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.output
-    assert f"wrote {tmp_path / 'native'}: 0.00 GB in" in done.output
+    assert f"wrote {tmp_path / 'native'}: " in done.output
+    assert " kB in " in done.output
     assert {t.dtype for t in tensors_of(tmp_path / "native").values()} == {torch.bfloat16}
     again = CliRunner().invoke(main, command)
     assert again.exit_code == 1
@@ -286,7 +287,6 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     for arguments, message in (
         (["hf", "x", "--to", "native", "--experts", "fused"], "--experts is for --to hf"),
         (["hf", "x", "--to", "hf", "--experts", "fused", "--dtype", "float8_e4m3"], "FP8 is written per expert only"),
-        (["hf", "x", "--to", "hf", "--dtype", "int4"], "INT4 needs a calibrated quantizer"),
         (["none", "x", "--to", "hf"], "there is no folder"),
         (["empty", "x", "--to", "hf"], "holds no model: expected a folder with config.json"),
     ):

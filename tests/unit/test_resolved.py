@@ -1,6 +1,7 @@
 """The run folder holds the resolved configuration, which reads back equal, and how the run was started."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from toy_config import ToyConfig
 
-from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.checkpoint import layout
+from equipoise.checkpoint.manifest import Manifest, describe_file, write_manifest
+from equipoise.errors import CheckpointError, ConfigError, EquipoiseError
 from equipoise.train import resolved
 from equipoise.train.load import load_config, parse_config
-from equipoise.train.resolved import hold_run_folder, save_resolved, to_toml
+from equipoise.train.resolved import check_run_folder, hold_run_folder, save_resolved, to_toml
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 numbers = st.floats(allow_nan=False, allow_infinity=False)  # settings refuse what JSON cannot hold
@@ -148,3 +151,47 @@ def test_the_folder_of_a_run_without_checkpoints_is_used_again(tmp_path: Path) -
     save_resolved(ToyConfig(), tmp_path, ["first"])
     with hold_run_folder(tmp_path):
         pass
+
+
+def save_step(folder: Path, step: int, went_back: int | None = None) -> None:
+    path = layout.step_path(folder / "checkpoints", step)
+    path.mkdir(parents=True)
+    (path / layout.TRAIN_STATE).write_text(json.dumps({"extra": {"resume_step": went_back}}))
+    files = {file.name: describe_file(file) for file in path.iterdir()}
+    write_manifest(path, Manifest(step, 1, files))
+
+
+def test_a_run_folder_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    """What a run would find out after its data, or after its start: that it cannot go on there."""
+    new, file = tmp_path / "a" / "new", tmp_path / "file"
+    file.touch()
+    check_run_folder(new, resume=True, resume_step=None)
+    check_run_folder(new, resume=False, resume_step=None)
+    for path in (file, file / "below"):
+        with pytest.raises(ConfigError, match=rf"{path.name} cannot be made: {file} is a file"):
+            check_run_folder(path, resume=True, resume_step=None)
+    with pytest.raises(CheckpointError, match="cannot resume from step 4: .*run: none"):
+        check_run_folder(new, resume=True, resume_step=4)
+    assert sorted(tmp_path.iterdir()) == [file]
+
+
+def test_what_is_in_a_run_folder_decides_whether_a_run_can_go_on(tmp_path: Path) -> None:
+    for step in (2, 4):
+        save_step(tmp_path, step)
+    check_run_folder(tmp_path, resume=True, resume_step=None)
+    check_run_folder(tmp_path, resume=True, resume_step=2)
+    with pytest.raises(CheckpointError, match="cannot resume from step 3: .*run: 2, 4"):
+        check_run_folder(tmp_path, resume=True, resume_step=3)
+    with pytest.raises(CheckpointError, match="holds step-00000004 of an earlier run"):
+        check_run_folder(tmp_path, resume=False, resume_step=None)
+    save_step(tmp_path, 6, went_back=1)  # the step it went back to may be deleted by then
+    check_run_folder(tmp_path, resume=True, resume_step=1)
+    with hold_run_folder(tmp_path), pytest.raises(ConfigError, match="in use by another run"):
+        check_run_folder(tmp_path, resume=True, resume_step=None)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match=f"new cannot be made: {tmp_path} cannot be written"):
+        check_run_folder(tmp_path / "new", resume=True, resume_step=None)

@@ -12,6 +12,7 @@ their sizes.
 """
 
 import itertools
+import json
 import logging
 import os
 import re
@@ -27,6 +28,8 @@ TRAIN_STATE = "train_state.json"
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_NAME = re.compile(r"step-(\d{8,})\.tmp")
 _LISTED = 20  # steps that an error lists
+WENT_BACK = "resume_step"
+"""In the extra values of a training state: the step that the run was told to go back to, if it was."""
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -94,6 +97,47 @@ def complete_at(directory: Path, step: int) -> Path:
         f"{'..., ' if len(steps) > _LISTED else ''}{listed}. Choose one of them, or leave --resume-step away to take "
         "the newest."
     )
+
+
+def wanted(directory: Path, resume_step: int | None) -> Path | None:
+    """The newest complete checkpoint, None without one; or that of `resume_step`.
+
+    Once a run has gone back to `resume_step` and saved again, it is what it has saved since. Contents are not read.
+    Raises CheckpointError if `resume_step` is not there.
+    """
+    newest = newest_complete(directory)
+    if resume_step is None:
+        return newest
+    if newest is not None and was_trained_since(newest, resume_step):
+        logger.warning(
+            "%s was trained after the run went back to step %d: continuing from it. To go back once more, move the "
+            "checkpoints after that step away",
+            newest,
+            resume_step,
+        )
+        return newest
+    return complete_at(directory, resume_step)
+
+
+def was_trained_since(path: Path, step: int) -> bool:
+    """Whether a complete checkpoint is of a run that had gone back to `step`, and later than it."""
+    if step_of(path) <= step:
+        return False
+    return bool(json.loads((path / TRAIN_STATE).read_text())["extra"].get(WENT_BACK) == step)
+
+
+def complete_folders(directory: Path) -> list[Path]:
+    """Complete checkpoints by ascending step. Nothing is logged."""
+    return [path for _, path in final_folders(directory) if incomplete_reason(path) is None]
+
+
+def refuse_any(directory: Path, found: Path | None) -> None:
+    """For a run that starts anew: raises CheckpointError if a checkpoint was found in `directory`."""
+    if found is not None:
+        raise CheckpointError(
+            f"{directory} holds {found.name} of an earlier run, and checkpoints are never overwritten. "
+            "Continue it with --resume, or choose another run folder with --out."
+        )
 
 
 def refuse_unwritable(directory: Path) -> None:

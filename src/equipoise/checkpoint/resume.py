@@ -26,9 +26,6 @@ from equipoise.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-WENT_BACK = "resume_step"
-"""In `TrainingState.extra`: the step that the run was told to go back to, if it was."""
-
 
 def find_latest(directory: Path, world: World | None = None) -> Path | None:
     """Newest complete checkpoint in `directory`, or None; incomplete newer ones are logged and ignored.
@@ -55,7 +52,7 @@ def choose_checkpoint(
     Raises CheckpointError on every rank if `resume_step` is not there or damaged, or if all complete ones are damaged.
     """
     directory = Path(directory)
-    path = _rank_0_finds(directory, world, lambda: _wanted(directory, resume_step))
+    path = _rank_0_finds(directory, world, lambda: layout.wanted(directory, resume_step))
     damaged: list[str] = []
     while path is not None and verify:
         reason = _damage_together(path, world)
@@ -74,23 +71,6 @@ def choose_checkpoint(
             "checksums in COMPLETE. Restore them from a copy, or start anew in another run folder with --out."
         )
     return path
-
-
-def _wanted(directory: Path, resume_step: int | None) -> Path | None:
-    newest = layout.newest_complete(directory)
-    if resume_step is None:
-        return newest
-    if newest is not None and layout.step_of(newest) > resume_step:
-        saved = json.loads((newest / layout.TRAIN_STATE).read_text())
-        if saved["extra"].get(WENT_BACK) == resume_step:
-            logger.warning(
-                "%s was trained after the run went back to step %d: continuing from it. To go back once more, move "
-                "the checkpoints after that step away",
-                newest,
-                resume_step,
-            )
-            return newest
-    return layout.complete_at(directory, resume_step)
 
 
 def _rank_0_finds(directory: Path, world: World, find: Callable[[], Path | None]) -> Path | None:
@@ -122,12 +102,7 @@ def _damage_together(path: Path, world: World) -> str | None:
 
 def refuse_existing(directory: Path, world: World) -> None:
     """For a run that starts anew: raises CheckpointError on every rank if `directory` holds a checkpoint."""
-    latest = find_latest(directory, world)
-    if latest is not None:
-        raise CheckpointError(
-            f"{directory} holds {latest.name} of an earlier run, and checkpoints are never overwritten. "
-            "Continue it with --resume, or choose another run folder with --out."
-        )
+    layout.refuse_any(directory, find_latest(directory, world))
 
 
 def load_checkpoint(path: Path, state: TrainingState, world: World) -> RestoredMeta:

@@ -87,7 +87,18 @@ def attend(
             q, k, v = (x[sequence : sequence + 1, :, start:end] for x in (q_BNSH, k_BGSH, v_BGSH))
             out[sequence].append(attend(q, k, v, None, scale))
         return torch.cat([torch.cat(parts, dim=2) for parts in out])
-    return _compiled_flex_attention()(q_BNSH, k_BGSH, v_BGSH, block_mask=mask, scale=scale, enable_gqa=grouped)
+    options = _kernel_options(q_BNSH)
+    return _compiled_flex_attention()(
+        q_BNSH, k_BGSH, v_BGSH, block_mask=mask, scale=scale, enable_gqa=grouped, kernel_options=options
+    )
+
+
+def _kernel_options(q_BNSH: torch.Tensor) -> dict[str, Any] | None:
+    """Blocks of FlexAttention's forward kernel, where Inductor's own do not fit into a GPU's shared memory: for FP32
+    beyond 128 features, of which DeepSeek-V3's heads have 192, torch 2.11 takes 280 KB. These take 80 KB."""
+    if q_BNSH.dtype != torch.float32 or q_BNSH.shape[-1] <= 128:
+        return None
+    return {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1, "FORCE_USE_FLEX_ATTENTION": True}
 
 
 _flex: Any = None

@@ -16,6 +16,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from equipoise.checkpoint.sizes import in_words
+
 PLAIN_EVERY_S = 10.0
 
 
@@ -59,7 +61,7 @@ class ByteProgress:
         rate = done / (now - self._started)
         left = (total - done) / rate
         print(
-            f"{self._what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s, {left:.0f} s left",
+            f"{self._what}: {in_words(done)} of {in_words(total)}, {in_words(rate)}/s, {left:.0f} s left",
             file=sys.stderr,
             flush=True,
         )

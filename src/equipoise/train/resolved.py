@@ -17,6 +17,7 @@ import tomli_w
 from pydantic import BaseModel
 
 import equipoise
+from equipoise.checkpoint import layout
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.train.schema import Schema, read_schema, spell
 from equipoise.train.values import parse_value
@@ -105,11 +106,18 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
     """
     _make_folder(folder)
     _refuse_files_of_others(folder)
+    with _locked(folder):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, shared: bool = False) -> Iterator[None]:
+    """Holds the lock of a run folder that is there; a shared one only finds out whether a run holds it."""
     handle = os.open(folder, os.O_RDONLY) if fcntl is not None else None
     try:
         if handle is not None:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
                     f"the run folder {folder} is in use by another run, which has not ended (see its {RUN_FILE}); "
@@ -121,6 +129,29 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def check_run_folder(folder: Path, resume: bool, resume_step: int | None) -> None:
+    """Refuses a run folder in which the run cannot go on, before anything is read or made. Every rank may call it.
+
+    Raises:
+        ConfigError: see `hold_run_folder`; or the folder could not be made.
+        CheckpointError: `resume_step` is not there, or without `resume` there is a checkpoint.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "cannot be written" if nearest.is_dir() else "is a file"
+        raise ConfigError(f"the run folder {folder} cannot be made: {nearest} {why}; choose another with --out DIR")
+    if folder.exists():
+        _refuse_files_of_others(folder)
+        with _locked(folder, shared=True):
+            pass
+    checkpoints = folder / CHECKPOINTS
+    newest = next(reversed(layout.complete_folders(checkpoints)), None)
+    if not resume:
+        layout.refuse_any(checkpoints, newest)
+    elif resume_step is not None and not (newest and layout.was_trained_since(newest, resume_step)):
+        layout.complete_at(checkpoints, resume_step)
 
 
 def _make_folder(folder: Path) -> None:

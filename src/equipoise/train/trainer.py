@@ -12,8 +12,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from equipoise.checkpoint.hf.load import load_weights
-from equipoise.checkpoint.layout import refuse_unwritable, set_newer_aside, step_path
-from equipoise.checkpoint.resume import WENT_BACK
+from equipoise.checkpoint.layout import WENT_BACK, refuse_unwritable, set_newer_aside, step_path
+from equipoise.checkpoint.sizes import in_words
 from equipoise.checkpoint.training import (
     CheckpointSaver,
     TrainingState,
@@ -360,7 +360,7 @@ class Trainer:
         if folder is not None:
             with ByteProgress(f"load {folder.name}", shown=self.world.rank == 0) as progress:
                 num_bytes = load_weights(self.model, self.config.model, folder, self.world, progress)
-            logger.info("loaded weights from %s: %.2f GB on this rank", folder, num_bytes / 1e9)
+            logger.info("loaded weights from %s: %s on this rank", folder, in_words(num_bytes))
 
 
 def model_changes(saved: Mapping[str, Any], present: ModelConfig) -> list[str]:

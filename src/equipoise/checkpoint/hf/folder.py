@@ -10,8 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from equipoise.checkpoint.hf.fp8 import FP8, SCALE_SUFFIX, check_quantization, scale_shape
+import torch
+
+from equipoise.checkpoint.hf.form import Header, fits
+from equipoise.checkpoint.hf.fp8 import SCALE_SUFFIX
 from equipoise.checkpoint.hf.mapping import HFMapping
+from equipoise.checkpoint.hf.quantization import declared_form
 from equipoise.checkpoint.hf.safetensors_file import Entry, SafetensorsReader
 from equipoise.errors import CheckpointError
 from equipoise.models.config import ModelConfig
@@ -76,8 +80,9 @@ class HFFolder:
             own = ModelConfig.from_hf(declared)
         except ValueError as error:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
-        self.is_fp8 = check_quantization(declared, path / CONFIG)
+        self.form = declared_form(declared, path / CONFIG)
         self.hf_config = original_config(path)
+        self._quantized: dict[str, tuple[int, ...]] = {}
         with ExitStack() as opened:
             self._readers = self._open_files(opened)
             own = self._without_absent_mtp(own)
@@ -157,42 +162,49 @@ class HFFolder:
 
     def _check(self, own: ModelConfig) -> None:
         wanted = self.mapping.sources
+        shapes = {key: piece.shape for key, (_, piece) in wanted.items()}
+        shapes |= {copy: shapes[original] for copy, original in self.mapping.copies.items()}
+        entries = {key: reader.entries[key] for key, reader in self._readers.items()}
+        expected: Header = {}  # of the parts of matrices in fewer bits
+        if self.form is not None:
+            for key, shape in shapes.items():
+                if self.form.is_used(key, entries):
+                    self._quantized[key] = shape
+                    expected |= self.form.header(key, shape)
+        plain = {key: shape for key, shape in shapes.items() if key not in self._quantized}
+        absent = {key: shape for key, shape in plain.items() if key in wanted}
+        absent |= {part: shape for part, (_, shape) in expected.items()}
         problems = [
-            f"{key!r} is in no file of {self.path} (expected shape {list(piece.shape)})"
-            for key, (_, piece) in wanted.items()
-            if key not in self._readers
+            f"{key!r} is in no file of {self.path} (expected shape {list(shape)})"
+            for key, shape in absent.items()
+            if key not in entries
         ]
-        for key, reader in self._readers.items():
-            entry = reader.entries[key]
-            shape: tuple[int, ...] | None = None
-            if key in wanted:
-                shape = wanted[key][1].shape
-            elif key in self.mapping.copies:
-                shape = wanted[self.mapping.copies[key]][1].shape
-            elif key.endswith(SCALE_SUFFIX) and self._is_fp8_matrix(key.removesuffix(SCALE_SUFFIX)):
-                matrix = self.entry(key.removesuffix(SCALE_SUFFIX))
-                shape = scale_shape(matrix.shape)
+        for key, entry in entries.items():
+            where = self._readers[key].path
+            if key in expected:
+                dtype, shape = expected[key]
+                if not fits(entry.dtype, dtype):
+                    problems.append(f"{key!r} in {where} is of {entry.dtype}; expected {dtype}")
+            elif key in plain:
+                shape = plain[key]
+                if not entry.dtype.is_floating_point:
+                    problems.append(f"{key!r} in {where} is of {entry.dtype}, which is no dtype of weights")
+                elif entry.dtype.itemsize == 1:
+                    problems.append(
+                        f"{key!r} in {where} is of {entry.dtype} without {key + SCALE_SUFFIX!r}: only matrices with "
+                        "factors of their blocks, declared in quantization_config, can be read"
+                    )
+            elif key in self._quantized:
+                problems.append(f"{key!r} is there twice: in {where}, and in {self.form.name} beside it")  # type: ignore[union-attr]
+                continue
             elif self._is_ignored(key, own):
                 continue
             else:
-                problems.append(f"{key!r} in {reader.path} is no tensor of this {self.family.model_type} model")
+                problems.append(f"{key!r} in {where} is no tensor of this {self.family.model_type} model")
                 continue
             if entry.shape != shape:
-                problems.append(f"{key!r} in {reader.path} has shape {list(entry.shape)}; expected {list(shape)}")
-            elif not entry.dtype.is_floating_point:
-                problems.append(f"{key!r} in {reader.path} is of {entry.dtype}, which is no dtype of weights")
-            elif entry.dtype.itemsize == 1 and not (self._is_fp8_matrix(key) and key + SCALE_SUFFIX in self._readers):
-                problems.append(
-                    f"{key!r} in {reader.path} is of {entry.dtype} without {key + SCALE_SUFFIX!r}: only matrices with "
-                    "factors of their blocks, declared in quantization_config, can be read"
-                )
+                problems.append(f"{key!r} in {where} has shape {list(entry.shape)}; expected {list(shape)}")
         _raise_for(problems)
-
-    def _is_fp8_matrix(self, key: str) -> bool:
-        reader = self._readers.get(key)
-        if reader is None or not self.is_fp8:
-            return False
-        return reader.entries[key].dtype == FP8 and len(reader.entries[key].shape) == 2
 
     def _is_ignored(self, key: str, own: ModelConfig) -> bool:
         """Buffers that old files have, and layers of the folder's model that the model to be filled goes without."""
@@ -200,9 +212,16 @@ class HFFolder:
         dropped = layer is not None and self.config.num_layers <= int(layer[1]) < own.num_layers
         return dropped or self.family.ignored_pattern.search(key) is not None
 
-    def has(self, key: str) -> bool:
-        """Whether a file holds the tensor."""
-        return key in self._readers
+    def parts(self, key: str) -> list[str]:
+        """The tensors in files that hold a tensor of the family: several for a matrix in fewer bits, none if absent."""
+        if key in self._quantized:
+            assert self.form is not None
+            return list(self.form.header(key, self._quantized[key]))
+        return [key] if key in self._readers else []
+
+    def is_quantized(self, key: str) -> bool:
+        """Whether a matrix is there in the folder's form of fewer bits."""
+        return key in self._quantized
 
     def reader(self, key: str) -> SafetensorsReader:
         """The file that holds a tensor."""
@@ -211,6 +230,32 @@ class HFFolder:
     def entry(self, key: str) -> Entry:
         """Dtype and shape of a tensor."""
         return self._readers[key].entries[key]
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype that fits what is stored: BF16 for a matrix in fewer bits."""
+        return torch.bfloat16 if key in self._quantized else self.entry(key).dtype
+
+    def read_rows(self, key: str, first: int, count: int) -> torch.Tensor:
+        """Rows of a tensor in files, as they are stored."""
+        entry = self.entry(key)
+        out = torch.empty(count, *entry.shape[1:], dtype=entry.dtype)
+        self._readers[key].read_rows(key, first, out)
+        return out
+
+    def decode(self, key: str, rows: slice) -> torch.Tensor:
+        """FP32 values of rows of a matrix in fewer bits."""
+        assert self.form is not None
+        return self.form.decode(key, self._quantized[key], rows, self.read_rows)
+
+    def check_quantized(self, share: int, shares: int) -> None:
+        """Raises CheckpointError where what is stored of a matrix in fewer bits contradicts its shape."""
+        problems = []
+        for key, shape in list(self._quantized.items())[share::shares]:
+            assert self.form is not None
+            problem = self.form.contradiction(key, shape, self.read_rows)
+            if problem is not None:
+                problems.append(f"{self._readers[self.parts(key)[0]].path}: {problem}")
+        _raise_for(problems)
 
     def close(self) -> None:
         """Closes the files."""

@@ -4,12 +4,15 @@
 product of both, block by block. Shapes: N rows, K columns.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from equipoise.errors import CheckpointError
+from equipoise.checkpoint.hf.form import Header, MatrixForm, ReadRows, Rows
+from equipoise.checkpoint.hf.safetensors_file import Entry
+from equipoise.models.families import Family
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
@@ -42,27 +45,41 @@ def quantize(matrix_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.view(down * BLOCK, right * BLOCK)[:num_rows, :num_columns].to(FP8).contiguous(), scale
 
 
-QUANTIZATION_CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [BLOCK, BLOCK],
-}
-"""What `config.json` of such a checkpoint says."""
+class FP8Blocks(MatrixForm):
+    """See the module."""
 
+    name = "FP8"
+    row_step = BLOCK
 
-def check_quantization(config: Mapping[str, Any], path: object) -> bool:
-    """Whether a `config.json` declares such matrices. Raises CheckpointError for every other quantization."""
-    declared = config.get("quantization_config")
-    if not declared:
-        return False
-    method = declared.get("quant_method")
-    if method == "fp8" and declared.get("weight_block_size") == [BLOCK, BLOCK]:
-        return True
-    bits = declared.get("bits") or ("4 or 8" if method == "compressed-tensors" else "unknown")
-    raise CheckpointError(
-        f"{path} declares quantization_config quant_method {method!r} (bits: {bits}, weight_block_size "
-        f"{declared.get('weight_block_size')}), which cannot be read: only FP8 with weight_block_size "
-        f"[{BLOCK}, {BLOCK}] can. INT4 needs its own kernels to unpack; convert it to BF16 with the tool that made it, "
-        "or take the unquantized release"
-    )
+    def pattern(self, family: Family) -> re.Pattern[str]:
+        """See `MatrixForm`."""
+        return family.fp8_pattern
+
+    def header(self, key: str, shape: tuple[int, ...]) -> Header:
+        """See `MatrixForm`."""
+        return {key: (FP8, shape), key + SCALE_SUFFIX: (torch.float32, scale_shape(shape))}
+
+    def is_used(self, key: str, entries: Mapping[str, Entry]) -> bool:
+        """See `MatrixForm`."""
+        is_fp8 = key in entries and entries[key].dtype == FP8 and len(entries[key].shape) == 2
+        return is_fp8 and key + SCALE_SUFFIX in entries
+
+    def decode(self, key: str, shape: tuple[int, ...], rows: slice, read: ReadRows) -> torch.Tensor:
+        """See `MatrixForm`."""
+        first, last = rows.start // BLOCK, -(-rows.stop // BLOCK)
+        scale = read(key + SCALE_SUFFIX, first, last - first).float()
+        return dequantize(read(key, rows.start, rows.stop - rows.start), scale, rows.start)
+
+    def encode(self, key: str, first: int, matrix_NK: torch.Tensor) -> Rows:
+        """See `MatrixForm`."""
+        values, scale = quantize(matrix_NK)
+        return [(key, first, values), (key + SCALE_SUFFIX, first // BLOCK, scale)]
+
+    def declaration(self, others: Iterable[str]) -> dict[str, Any]:
+        """See `MatrixForm`."""
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        }

@@ -6,6 +6,7 @@ A Hugging Face folder, one of our own with the same kind of files, or a checkpoi
 import json
 import logging
 from bisect import bisect_right
+from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from equipoise.checkpoint import layout
 from equipoise.checkpoint.hf.folder import HFFolder, beside, original_config
-from equipoise.checkpoint.hf.fp8 import BLOCK, FP8, SCALE_SUFFIX, dequantize
 from equipoise.checkpoint.hf.mapping import Piece
 from equipoise.checkpoint.manifest import MANIFEST, incomplete_reason
 from equipoise.checkpoint.tensors import MODEL, Stored
@@ -35,7 +35,7 @@ class Source(Protocol):
     path: Path
     config: ModelConfig
     tensors: dict[str, Stored]
-    """By our names, a tied one once; the dtype is the one that fits what is stored (BF16 for FP8)."""
+    """By our names, a tied one once; the dtype is the one that fits what is stored (BF16 for fewer bits)."""
     hf_config: dict[str, Any] | None
     """The `config.json` of the family that the weights came from, if it is known."""
 
@@ -70,11 +70,7 @@ class FolderSource:
         self._pieces: dict[str, tuple[list[int], list[Piece]]] = {}
 
     def _dtype(self, name: str) -> torch.dtype:
-        dtypes = [self.folder.entry(piece.key).dtype for piece in self.mapping.pieces(name)]
-        dtype = torch.bfloat16 if dtypes[0] == FP8 else dtypes[0]
-        for other in dtypes[1:]:
-            dtype = torch.promote_types(dtype, torch.bfloat16 if other == FP8 else other)
-        return dtype
+        return reduce(torch.promote_types, [self.folder.dtype(piece.key) for piece in self.mapping.pieces(name)])
 
     def read(
         self, name: str, start: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype | None = None
@@ -105,52 +101,43 @@ class FolderSource:
 
     def _read_piece(self, piece: Piece, inside: list[slice], target: torch.Tensor) -> None:
         """Copies the region `inside` of a piece into `target`, both in our layout."""
-        reader, entry = self.folder.reader(piece.key), self.folder.entry(piece.key)
         rows = inside[1] if piece.is_slice else inside[0]
-        others = [s for i, s in enumerate(inside) if i != (1 if piece.is_slice else 0)]
-        sizes = [n for i, n in enumerate(piece.size) if i != (1 if piece.is_slice else 0)]
-        whole_rows = all(s.start == 0 and s.stop == n for s, n in zip(others, sizes))
-        in_place = whole_rows and not piece.transposed and entry.dtype == target.dtype and target.is_contiguous()
-        if in_place:
-            reader.read_rows(piece.key, rows.start, target.view(rows.stop - rows.start, *entry.shape[1:]))
-            return
-        stored = torch.empty(rows.stop - rows.start, *entry.shape[1:], dtype=entry.dtype)
-        reader.read_rows(piece.key, rows.start, stored)
-        if entry.dtype == FP8:
-            stored = dequantize(stored, self._scale(piece.key, rows), rows.start)
+        if self.folder.is_quantized(piece.key):
+            stored = self.folder.decode(piece.key, rows)
+        else:
+            reader, entry = self.folder.reader(piece.key), self.folder.entry(piece.key)
+            others = [s for i, s in enumerate(inside) if i != (1 if piece.is_slice else 0)]
+            sizes = [n for i, n in enumerate(piece.size) if i != (1 if piece.is_slice else 0)]
+            whole_rows = all(s.start == 0 and s.stop == n for s, n in zip(others, sizes))
+            if whole_rows and not piece.transposed and entry.dtype == target.dtype and target.is_contiguous():
+                reader.read_rows(piece.key, rows.start, target.view(rows.stop - rows.start, *entry.shape[1:]))
+                return
+            stored = self.folder.read_rows(piece.key, rows.start, rows.stop - rows.start)
         ours = piece.as_ours(stored)
         kept = [slice(None) if i == (1 if piece.is_slice else 0) else s for i, s in enumerate(inside)]
         target.copy_(ours[tuple(kept)])
 
-    def _scale(self, key: str, rows: slice) -> torch.Tensor:
-        key += SCALE_SUFFIX
-        entry = self.folder.entry(key)
-        first, last = rows.start // BLOCK, -(-rows.stop // BLOCK)
-        scale = torch.empty(last - first, entry.shape[1], dtype=entry.dtype)
-        self.folder.reader(key).read_rows(key, first, scale)
-        return scale.float()
-
     def check_contents(self, share: int = 0, shares: int = 1) -> None:
-        """Tensors that repeat another have to be equal to it: what they hold is not kept."""
+        """Tensors that repeat another have to be equal to it: what they hold is not kept. And matrices in fewer bits
+        have to have the shape that they say."""
+        self.folder.check_quantized(share, shares)
         for copy, original in list(self.mapping.copies.items())[share::shares]:
-            if not self.folder.has(copy):
-                continue
-            a, b = self.folder.entry(copy), self.folder.entry(original)
-            if a.dtype == b.dtype and self._equal(copy, original):
+            parts, others = self.folder.parts(copy), self.folder.parts(original)
+            if not parts or (len(parts) == len(others) and all(map(self._equal, parts, others))):
                 continue
             raise CheckpointError(
-                f"{copy!r} in {self.folder.reader(copy).path} differs from {original!r} in "
-                f"{self.folder.reader(original).path}; the model has one tensor for both"
+                f"{copy!r} in {self.folder.reader(parts[0]).path} differs from {original!r} in "
+                f"{self.folder.reader(others[0]).path}; the model has one tensor for both"
             )
 
     def _equal(self, a: str, b: str) -> bool:
-        entry = self.folder.entry(a)
+        entry, other = self.folder.entry(a), self.folder.entry(b)
+        if (entry.dtype, entry.shape) != (other.dtype, other.shape):
+            return False
         step = max(1, COMPARED_BYTES // entry.row_bytes)
         for start in range(0, entry.shape[0], step):
-            shape = (min(step, entry.shape[0] - start), *entry.shape[1:])
-            x, y = torch.empty(shape, dtype=entry.dtype), torch.empty(shape, dtype=entry.dtype)
-            self.folder.reader(a).read_rows(a, start, x)
-            self.folder.reader(b).read_rows(b, start, y)
+            count = min(step, entry.shape[0] - start)
+            x, y = self.folder.read_rows(a, start, count), self.folder.read_rows(b, start, count)
             if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):  # bits: a NaN is equal to itself
                 return False
         return True

@@ -6,7 +6,7 @@ The folder is written beside its final name and renamed when it is whole. No ten
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,10 +16,12 @@ from typing import Any, Literal
 import torch
 
 from equipoise.checkpoint.hf.folder import CONFIG, INDEX, ORIGINAL_CONFIG, SINGLE
-from equipoise.checkpoint.hf.fp8 import BLOCK, FP8, QUANTIZATION_CONFIG, SCALE_SUFFIX, quantize, scale_shape
+from equipoise.checkpoint.hf.form import Header, MatrixForm, Rows
+from equipoise.checkpoint.hf.fp8 import FP8, FP8Blocks
 from equipoise.checkpoint.hf.mapping import HFMapping, Piece
 from equipoise.checkpoint.hf.safetensors_file import SafetensorsWriter
 from equipoise.checkpoint.hf.source import Source
+from equipoise.checkpoint.sizes import in_words
 from equipoise.errors import CheckpointError
 from equipoise.models.config import TRAINING_ONLY, ModelConfig
 from equipoise.models.families import NATIVE, ExpertLayout
@@ -32,8 +34,6 @@ ROWS_BYTES = 32 << 20
 """Bytes of the rows that are read, cast and written at a time; one row may be more."""
 SHARD_BYTES = 5_000_000_000
 """Largest file, unless one tensor is larger; what the Hub recommends."""
-DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3": FP8}
-Header = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Output:
     name: str
     piece: Piece
     dtype: torch.dtype
+    form: MatrixForm | None
+    """None, or how the matrix is stored in fewer bits; `dtype` is then that of the values it stands for."""
 
     @property
     def header(self) -> Header:
-        """The tensors of the file that it becomes: with FP8 also the factors of its blocks."""
-        tensors: Header = {self.key: (self.dtype, self.piece.shape)}
-        if self.dtype == FP8:
-            tensors[self.key + SCALE_SUFFIX] = (torch.float32, scale_shape(self.piece.shape))
-        return tensors
+        """The tensors of the file that it becomes."""
+        shape = self.piece.shape
+        return {self.key: (self.dtype, shape)} if self.form is None else self.form.header(self.key, shape)
 
     @property
     def num_bytes(self) -> int:
@@ -62,32 +62,11 @@ def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return dtype.itemsize * torch.Size(shape).numel()
 
 
-def parse_dtype(name: str | None) -> torch.dtype | None:
-    """A dtype by its name on the command line; None keeps each tensor's own. Raises CheckpointError."""
-    if name is None:
-        return None
-    if name in DTYPE_NAMES:
-        return DTYPE_NAMES[name]
-    why = ""
-    if "int4" in name or "w4a16" in name:
-        why = " INT4 needs a calibrated quantizer and kernels of its own: write bfloat16 and use such a tool on it."
-    raise CheckpointError(f"dtype {name!r} cannot be written: choose one of {', '.join(DTYPE_NAMES)}.{why}")
-
-
-def dtype_of(config: Mapping[str, Any] | None) -> torch.dtype | None:
-    """The dtype that a `config.json` declares, BF16 for quantized weights; None if there is none or it says nothing."""
-    if config is None:
-        return None
-    if config.get("quantization_config"):
-        return torch.bfloat16
-    return DTYPE_NAMES.get(str(config.get("dtype") or config.get("torch_dtype")))
-
-
 def export(
     source: Source,
     target: Path,
     to: Target,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | MatrixForm | None = None,
     experts: ExpertLayout | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
@@ -96,8 +75,8 @@ def export(
 
     Args:
         to: `hf` writes the family's names and `config.json`, `native` ours.
-        dtype: of the weights; None keeps what the source has. The selection bias of the router stays FP32. FP8 is
-            written in blocks, for the matrices that the family has in FP8; other tensors are then BF16.
+        dtype: of the weights; None keeps what the source has. The selection bias of the router stays FP32. FP8 (in
+            blocks) and INT4 (`INT4Groups`) are for the matrices that the family has so; other tensors are then BF16.
         experts: layout of the experts; None takes the one that the family writes.
         shard_bytes: a new file begins where it would become larger.
 
@@ -106,14 +85,15 @@ def export(
             does not suffice, or the source is inconsistent; later, if writing fails. Nothing is left behind then.
     """
     mapping = HFMapping(source.config, NATIVE if to == "native" else None, experts)
-    outputs = plan(source, mapping, dtype)
+    form = FP8Blocks() if dtype == FP8 else dtype if isinstance(dtype, MatrixForm) else None
+    outputs = plan(source, mapping, None if isinstance(dtype, MatrixForm) else dtype, form)
     total = sum(output.num_bytes for output in outputs)
     source.check_contents()
     partial = _prepare(Path(target), total)
     try:
         files = _shards(outputs, shard_bytes)
         _write_files(source, partial, files, total, progress or (lambda done, total: None))
-        _write_config(source, mapping, partial, dtype, outputs)
+        _write_config(source, mapping, partial, form, outputs)
         for file in source.files_beside():
             shutil.copyfile(file, partial / file.name)
         os.rename(partial, target)
@@ -125,10 +105,10 @@ def export(
     return Path(target)
 
 
-def plan(source: Source, mapping: HFMapping, dtype: torch.dtype | None) -> list[Output]:
+def plan(source: Source, mapping: HFMapping, dtype: torch.dtype | None, form: MatrixForm | None = None) -> list[Output]:
     """The tensors to write, in the order of our parameters. Raises CheckpointError if the source lacks some."""
-    if dtype == FP8 and mapping.experts != "per_expert":
-        raise CheckpointError("FP8 is written per expert only: leave --experts out and convert to hf")
+    if form is not None and mapping.experts != "per_expert":
+        raise CheckpointError(f"{form.name} is written per expert only: leave --experts out and convert to hf")
     wanted = mapping.tensors
     problems = [f"{name!r} is missing" for name in wanted if name not in source.tensors]
     problems += [f"{name!r} is no parameter of the model" for name in source.tensors if name not in wanted]
@@ -142,18 +122,27 @@ def plan(source: Source, mapping: HFMapping, dtype: torch.dtype | None) -> list[
         own = source.tensors[name].dtype
         pieces = [(piece.key, piece) for piece in mapping.pieces(name)]
         pieces += [(key, mapping.pieces(name)[0]) for key in mapping.written_copies.get(name, [])]
-        outputs += [Output(key, name, piece, _output_dtype(mapping, key, own, dtype)) for key, piece in pieces]
+        outputs += [_output(mapping, key, name, piece, own, dtype, form) for key, piece in pieces]
+    refused = [o.form.refusal(o.key, o.piece.shape) for o in outputs if o.form is not None]
+    if any(refused):
+        raise CheckpointError(f"{source.path}: {next(filter(None, refused))}. Choose another group size (--group-size)")
     return outputs
 
 
-def _output_dtype(mapping: HFMapping, key: str, own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None:
-        return own
-    if mapping.family.fp32_pattern.search(key):
-        return torch.float32
-    if dtype != FP8:
-        return dtype
-    return FP8 if mapping.family.fp8_pattern.search(key) else torch.bfloat16
+def _output(
+    mapping: HFMapping,
+    key: str,
+    name: str,
+    piece: Piece,
+    own: torch.dtype,
+    dtype: torch.dtype | None,
+    form: MatrixForm | None,
+) -> Output:
+    if mapping.family.fp32_pattern.search(key) and (dtype is not None or form is not None):
+        return Output(key, name, piece, torch.float32, None)
+    if form is None:
+        return Output(key, name, piece, dtype or own, None)
+    return Output(key, name, piece, torch.bfloat16, form if form.pattern(mapping.family).search(key) else None)
 
 
 def _prepare(target: Path, num_bytes: int) -> Path:
@@ -168,7 +157,7 @@ def _prepare(target: Path, num_bytes: int) -> Path:
         free = shutil.disk_usage(target.parent).free
         if free < num_bytes:
             raise CheckpointError(
-                f"{target.parent} has {free / 1e9:.1f} GB free, and the model needs {num_bytes / 1e9:.1f} GB"
+                f"{target.parent} has {in_words(free)} free, and the model needs {in_words(num_bytes)}"
             )
         partial.mkdir()
     except OSError as error:
@@ -216,10 +205,6 @@ def _write_files(source: Source, folder: Path, files: dict[str, list[Output]], t
         _write_json(folder / INDEX, index)
 
 
-Rows = list[tuple[str, int, torch.Tensor]]
-"""Key, first row and values, of one tensor or of one and the factors of its blocks."""
-
-
 def _write_rows(writer: SafetensorsWriter, rows: Rows) -> None:
     for key, start, tensor in rows:
         writer.write_rows(key, start, tensor)
@@ -230,10 +215,12 @@ def _all_rows(source: Source, outputs: list[Output]) -> Iterator[Rows]:
         shape = output.piece.shape
         row_bytes = max(1, _num_bytes(torch.float32, shape[1:]))
         step = max(1, ROWS_BYTES // row_bytes)
-        if output.dtype == FP8:
-            step = -(-step // BLOCK) * BLOCK  # factors are of whole blocks
+        if output.form is not None:
+            step = -(-step // output.form.row_step) * output.form.row_step
         for start in range(0, shape[0], step):
             yield _rows(source, output, start, min(step, shape[0] - start))
+        if output.form is not None:
+            yield output.form.closing_rows(output.key, shape)
 
 
 def _rows(source: Source, output: Output, first: int, count: int) -> Rows:
@@ -241,16 +228,13 @@ def _rows(source: Source, output: Output, first: int, count: int) -> Rows:
     dim = 1 if piece.is_slice else 0  # of our parameter, along which the rows of the file lie
     start, size = list(piece.start), list(piece.size)
     start[dim], size[dim] = start[dim] + first, count
-    dtype = torch.float32 if output.dtype == FP8 else output.dtype
+    dtype = output.dtype if output.form is None else torch.float32
     values = piece.as_stored(source.read(output.name, tuple(start), tuple(size), dtype)).contiguous()
-    if output.dtype != FP8:
-        return [(output.key, first, values)]
-    matrix, scale = quantize(values)
-    return [(output.key, first, matrix), (output.key + SCALE_SUFFIX, first // BLOCK, scale)]
+    return [(output.key, first, values)] if output.form is None else output.form.encode(output.key, first, values)
 
 
 def _write_config(
-    source: Source, mapping: HFMapping, folder: Path, dtype: torch.dtype | None, outputs: list[Output]
+    source: Source, mapping: HFMapping, folder: Path, form: MatrixForm | None, outputs: list[Output]
 ) -> None:
     family, original = mapping.family, source.hf_config
     if family is NATIVE:
@@ -262,12 +246,12 @@ def _write_config(
     # What most values have; the selection bias is FP32 beside BF16 weights.
     sizes: dict[torch.dtype, int] = {}
     for output in outputs:
-        of = torch.bfloat16 if output.dtype == FP8 else output.dtype
-        sizes[of] = sizes.get(of, 0) + output.num_bytes
+        sizes[output.dtype] = sizes.get(output.dtype, 0) + output.num_bytes
     name = str(max(sizes, key=lambda d: sizes[d])).removeprefix("torch.")
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
-    if dtype == FP8:
-        config["quantization_config"] = QUANTIZATION_CONFIG
+    if form is not None:
+        matrices = [o.key for o in outputs if o.form is None and len(o.piece.shape) == 2 and o.key.endswith(".weight")]
+        config["quantization_config"] = form.declaration(matrices)
     _write_json(folder / CONFIG, config)
 
 

@@ -37,6 +37,8 @@ class Family:
     """Layouts in which its files come. The first is written."""
     fp8_pattern: re.Pattern[str]
     """Names of the matrices that FP8 checkpoints hold in FP8."""
+    int4_pattern: re.Pattern[str] = re.compile(r"mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+    """Names of the matrices that are written in INT4: routed experts, which are nearly all of a model."""
     fp32_pattern: re.Pattern[str] = re.compile(r"e_score_correction_bias$")
     """Names of tensors that stay FP32 whatever dtype the others are written in."""
     ignored_pattern: re.Pattern[str] = re.compile(r"rotary_emb\.inv_freq$")
