@@ -16,8 +16,8 @@ from torch import nn
 
 from equipoise.accelerator import CPUAccelerator
 from equipoise.checkpoint import layout, saver
+from equipoise.checkpoint.layout import WENT_BACK
 from equipoise.checkpoint.manifest import MANIFEST, Manifest, describe_file, write_manifest
-from equipoise.checkpoint.resume import WENT_BACK
 from equipoise.checkpoint.saver import Progress
 from equipoise.checkpoint.shards import LaterWriter
 from equipoise.checkpoint.training import (

@@ -53,7 +53,9 @@ def test_each_group_has_its_own_factor(rows: int, columns: int, group: int) -> N
                 q = max(-8, min(7, round(float(part[column] / torch.tensor(factor)))))
                 assert stored[row, first + column] == q
                 assert back[row, first + column] == torch.tensor(factor) * q
-            assert (back[row, first : first + group] - part).abs().max() <= 0.51 * factor
+            assert (
+                back[row, first : first + group] - part
+            ).abs().max() <= 0.54 * factor  # half a step, and the rounding of the factor at 7.5 of them
 
 
 def test_zeros_stay_zeros() -> None:
@@ -94,7 +96,7 @@ def test_what_is_written_is_what_compressed_tensors_writes(rows: int, columns: i
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("rows", "columns", "group"), [(13, 64, 32), (8, 48, 16), (21, 20, 0), (3, 7, 0)])
+@pytest.mark.parametrize(("rows", "columns", "group"), [(13, 64, 32), (16, 48, 16), (21, 20, 0), (3, 7, 0)])
 def test_what_compressed_tensors_writes_is_read(rows: int, columns: int, group: int, symmetric: bool) -> None:
     """Also with zeros, with one factor per row, and with columns that fill no word; any rows alone."""
     stored, back = by_the_reference(matrix(rows, columns), group, symmetric)

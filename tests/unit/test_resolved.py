@@ -170,7 +170,7 @@ def test_a_run_folder_is_refused_before_anything_is_made(tmp_path: Path) -> None
     for path in (file, file / "below"):
         with pytest.raises(ConfigError, match=rf"{path.name} cannot be made: {file} is a file"):
             check_run_folder(path, resume=True, resume_step=None)
-    with pytest.raises(CheckpointError, match="cannot resume from step 4: .*run: none"):
+    with pytest.raises(CheckpointError, match=r"cannot resume from step 4: .*run: none"):
         check_run_folder(new, resume=True, resume_step=4)
     assert sorted(tmp_path.iterdir()) == [file]
 
@@ -180,7 +180,7 @@ def test_what_is_in_a_run_folder_decides_whether_a_run_can_go_on(tmp_path: Path)
         save_step(tmp_path, step)
     check_run_folder(tmp_path, resume=True, resume_step=None)
     check_run_folder(tmp_path, resume=True, resume_step=2)
-    with pytest.raises(CheckpointError, match="cannot resume from step 3: .*run: 2, 4"):
+    with pytest.raises(CheckpointError, match=r"cannot resume from step 3: .*run: 2, 4"):
         check_run_folder(tmp_path, resume=True, resume_step=3)
     with pytest.raises(CheckpointError, match="holds step-00000004 of an earlier run"):
         check_run_folder(tmp_path, resume=False, resume_step=None)

@@ -56,7 +56,7 @@ def attention(dtype: torch.dtype, device: torch.device, packed: bool) -> dict[st
     torch.manual_seed(0)
     module = build_attention(CONFIG)
     for parameter in module.parameters():
-        parameter.data = (parameter.data * (8 if parameter.dim() > 1 else 1)).bfloat16().float()
+        parameter.data = (parameter.data * (3 if parameter.dim() > 1 else 1)).bfloat16().float()
     x_BSD, weight_BSD = (torch.randn(2, LENGTH, 256).bfloat16().to(device, dtype) for _ in range(2))
     module.to(device, dtype)
     x_BSD.requires_grad_()
@@ -96,7 +96,7 @@ class OneRank:
 
 def save_folder(model: MoEForCausalLM, folder: Path) -> None:
     mapping = HFMapping(CONFIG)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model_tensors(model).items():
         tensors |= {key: value.contiguous() for key, value in mapping.to_hf(name, tensor.detach())}
     folder.mkdir()

@@ -40,8 +40,8 @@ def pack(values: torch.Tensor) -> torch.Tensor:
 
 def unpack(words: torch.Tensor, num_columns: int) -> torch.Tensor:
     """The inverse of `pack`, as int8."""
-    pairs = words.contiguous().view(torch.uint8)
-    values = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+    pairs = words.reshape(-1).view(torch.uint8)
+    values = torch.stack([pairs & 15, pairs >> 4], dim=-1).view(words.shape[0], -1)
     return values[:, :num_columns].to(torch.int8) - _OFFSET
 
 
@@ -181,7 +181,9 @@ def _declared_by(group: Mapping[str, Any], format_: object) -> INT4Groups:
         raise ValueError(f"format is {group.get('format') or format_!r}; expected {FORMAT!r}")
     if group.get("input_activations"):
         raise ValueError("it quantizes activations as well, which training does not")
-    size = weights.get("group_size")
-    if weights["strategy"] == "group" and not (isinstance(size, int) and size > 0):
+    is_symmetric, size = bool(weights.get("symmetric", True)), weights.get("group_size")
+    if weights["strategy"] == "channel":
+        return INT4Groups(0, is_symmetric)
+    if not isinstance(size, int) or size <= 0:
         raise ValueError(f"weights.group_size is {size!r}; expected a number of columns")
-    return INT4Groups(size if weights["strategy"] == "group" else 0, bool(weights.get("symmetric", True)))
+    return INT4Groups(size, is_symmetric)
