@@ -171,27 +171,43 @@ def test_offloaded_moments_give_the_same_bits() -> None:
             assert torch.equal(home, optimizers[False].state[plain][slot].cpu()), slot
 
 
-@pytest.mark.parametrize("offloaded", [False, True], ids=["on the device", "offloaded"])
-def test_a_save_holds_the_state_of_its_moment(tmp_path: Path, offloaded: bool) -> None:
-    """Three steps are enqueued right behind the copies to pinned memory. The second save reuses the buffers."""
-    world, model = OneRank(), layers()
-    optimizer = build_optimizer(model, offloaded)
-    saver = CheckpointSaver(tmp_path, world, keep_last=2)  # type: ignore[arg-type]
-    for step in (1, 2):
+def train(model: nn.Module, optimizer: torch.optim.AdamW, save: Any) -> None:
+    """Eight steps; `save` is called after the first and the fifth, with no wait before or after."""
+    for step in range(8):
         give_gradients(model, step)
         optimizer.step()
+        if step % 4 == 0:
+            save(step)
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["on the device", "offloaded"])
+def test_a_save_holds_the_state_of_its_moment(tmp_path: Path, offloaded: bool) -> None:
+    """Steps are enqueued right before and behind the copies to pinned memory. The second save reuses the buffers."""
+    model, world = layers(), OneRank()
+    optimizer = build_optimizer(model, False)
+    wanted: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def note(step: int) -> None:
         torch.cuda.synchronize()
-        parameters = [parameter.detach().cpu() for parameter in model.parameters()]
-        moments = [optimizer.state[parameter]["exp_avg"].cpu().clone() for parameter in model.parameters()]
-        path = saver.save(TrainingState(model, optimizer, step=step), False)
-        for more in range(3):
-            give_gradients(model, 10 * step + more)
-            optimizer.step()
-        saver.finish()
-        assert all(buffer.is_pinned() for buffer in saver._staging._buffers.values() if buffer.numel() > 1)
+        wanted[step] = [(p.detach().cpu(), optimizer.state[p]["exp_avg"].cpu()) for p in model.parameters()]
+
+    train(model, optimizer, note)
+    saved = layers()
+    moments = build_optimizer(saved, offloaded)
+    saver = CheckpointSaver(tmp_path, world, keep_last=2)  # type: ignore[arg-type]
+    paths = {}
+
+    def save(step: int) -> None:
+        paths[step] = saver.save(TrainingState(saved, moments, step=step), False)
+
+    train(saved, moments, save)
+    saver.finish()
+    buffers = [b for b in saver._staging._buffers.values() if b.dtype == torch.float32 and b.numel() > 1]
+    assert sum(buffer.is_pinned() for buffer in buffers) == len(wanted[0]) * (1 if offloaded else 3)
+    for step, path in paths.items():
         loaded = layers()
         other = build_optimizer(loaded, offloaded)
         load_checkpoint(path, TrainingState(loaded, other), world)  # type: ignore[arg-type]
-        for got, want, moment in zip(loaded.parameters(), parameters, moments, strict=True):
-            assert torch.equal(got.detach().cpu(), want)
-            assert torch.equal(other.state[got]["exp_avg"].cpu(), moment)
+        for got, (want, moment) in zip(loaded.parameters(), wanted[step], strict=True):
+            assert torch.equal(got.detach().cpu(), want), step
+            assert torch.equal(other.state[got]["exp_avg"].cpu(), moment), step
