@@ -9,6 +9,7 @@ A copy lies in the instance dictionary of its module under the parameter's name.
 reads `module.weight` computes with the copy.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,9 @@ class _Pair:
     copy: torch.Tensor
     seen: int = -1
 
+    is_narrow: bool = False
+    """Whether the first gradient of a step stays in 16 bits."""
+
     def state(self) -> int:
         """Grows with each change in place, of the parameter or of the tensor inside of it."""
         return self.master._version + _local(self.master)._version
@@ -40,19 +44,22 @@ class _Pair:
         master = self.master
         if gradient is None:
             return
-        if master.grad is not None:
-            _local(master.grad).add_(gradient)
-        elif isinstance(master, DTensor):
-            master.grad = DTensor.from_local(
-                gradient.to(master.dtype),
-                master.device_mesh,
-                master.placements,
-                run_check=False,
-                shape=master.shape,
-                stride=master.stride(),
-            )
+        present = master.grad
+        if present is None:
+            master.grad = self._as_master(gradient if self.is_narrow else gradient.to(master.dtype))
+        elif present.dtype == master.dtype:
+            _local(present).add_(gradient)
         else:
-            master.grad = gradient.to(master.dtype)
+            master.grad = self._as_master(_local(present).to(master.dtype).add_(gradient))
+
+    def _as_master(self, local: torch.Tensor) -> torch.Tensor:
+        """In the form of the master."""
+        master = self.master
+        if not isinstance(master, DTensor):
+            return local
+        mesh, placements = master.device_mesh, master.placements
+        shape, stride = master.shape, master.stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 class ComputeCopies:
@@ -70,15 +77,35 @@ class ComputeCopies:
         for child in module.modules():
             for name, master in child._parameters.items():
                 if master is not None:
-                    child.__dict__[name] = self._copy_of(master)
+                    child.__dict__[name] = self._make(master)
 
-    def _copy_of(self, master: nn.Parameter) -> torch.Tensor:
+    def _make(self, master: nn.Parameter) -> torch.Tensor:
         pair = self._pairs.get(id(master))
         if pair is None:
             copy = torch.empty_like(_local(master), dtype=self.dtype, requires_grad=True)
             pair = self._pairs[id(master)] = _Pair(master, copy)
             copy.register_post_accumulate_grad_hook(pair.take_gradient)
         return pair.copy
+
+    def copy_of(self, master: torch.Tensor) -> torch.Tensor | None:
+        """The copy of a parameter, if it has one; this rank's part."""
+        pair = self._pairs.get(id(master))
+        return None if pair is None else pair.copy
+
+    def are_fresh(self, masters: Iterable[torch.Tensor]) -> None:
+        """Says that these masters' copies were brought up to date with them."""
+        for master in masters:
+            pair = self._pairs.get(id(master))
+            if pair is not None:
+                pair.seen = pair.state()
+
+    def narrow_gradients(self) -> None:
+        """From now on, masters get the gradient of a step's first microbatch in 16 bits, as it is. It becomes FP32 when
+        a second one is added. For an optimizer that takes both; nothing happens where torch (before 2.10) cannot."""
+        for pair in self._pairs.values():
+            pair.is_narrow = hasattr(pair.master, "grad_dtype")
+            if pair.is_narrow:
+                pair.master.grad_dtype = None
 
     @torch.no_grad()
     def refresh(self) -> None:
