@@ -272,7 +272,7 @@ def main() -> None:
 
     summary = {
         "over_transformers": over(EQUAL_NUMERICS),
-        "over_transformers_peer": "equal numerics: FP32 weights and moments, BF16 compute by FSDP2, compiled, grouped_mm",
+        "over_transformers_peer": "equal numerics: FP32 weights, moments; BF16 compute by FSDP2; compiled, grouped_mm",
         "over_transformers_bf16": over(PURE_BF16),
         "over_transformers_bf16_peer": "pure BF16: weights and moments too, compiled, grouped_mm; another training",
         "mfu": rates["equipoise"] * rows[0]["flops_per_token"] / peak if peak else None,

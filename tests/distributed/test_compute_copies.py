@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from distributed.parity import OPTIMIZER, toy_model, whole
+from distributed.parity import OPTIMIZER, relative, toy_model, whole
 from distributed.rig import Outcomes, Rig, random_batch, run_scenarios
 from equipoise.balance_config import BalanceConfig
 from equipoise.checkpoint.training import TrainingState, load_checkpoint, save_checkpoint
@@ -40,31 +40,35 @@ def train(rig: Rig, world: World, steps: range) -> dict[str, torch.Tensor]:
     return found | {f"{name} after training": value for name, value in rig.parameters().items()}
 
 
-def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> list[str]:
+def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], limit: float = 0.0) -> list[str]:
+    """Names of what differs by more than `limit`, relative to the norm. A copy that is a step old makes it 0.1."""
     assert got.keys() == want.keys()
-    return [name for name in want if got[name].dtype != want[name].dtype or not torch.equal(got[name], want[name])]
+    return [
+        name for name in want if got[name].dtype != want[name].dtype or not relative(got[name], want[name]) <= limit
+    ]
 
 
-def both(config: ModelConfig, world: World, meshes: Meshes, **options: Any) -> list[str]:
+def both(config: ModelConfig, world: World, meshes: Meshes, limit: float = 0.0, **options: Any) -> list[str]:
     """What differs between training with copies and with FSDP."""
     results = []
     for path in (COPIES, FSDP):
         rig = Rig(config, world, meshes, **BF16, **path, **options)
         results.append(train(rig, world, range(3)))
     assert not torch.equal(results[0]["loss of step 0"], results[0]["loss of step 1"])
-    return differing(*results)
+    return differing(*results, limit)
 
 
 def one_rank_is_the_same(world: World, meshes: Meshes) -> dict[str, list[str]]:
     models = {
         "plain": toy_model(router_aux_loss_coef=0.01),
         "tied embeddings": toy_model(tie_word_embeddings=True),
-        "multi-token prediction": toy_model(num_nextn_predict_layers=1),
         "latent attention": toy_model(
             kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, num_key_value_heads=4, head_dim=4
         ),
     }
     found = {name: both(config, world, meshes) for name, config in models.items()}
+    # FSDP's hooks change the order in which the embedding's three 16-bit gradients are added.
+    found["multi-token prediction"] = both(toy_model(num_nextn_predict_layers=1), world, meshes, limit=1e-2)
     for mode in ("full", "selective"):
         found[f"recompute {mode}"] = both(models["plain"], world, meshes, recompute=mode)
     return found
@@ -93,6 +97,9 @@ def changes_of_weights_are_seen(world: World, meshes: Meshes) -> list[float]:
         for _ in range(2):
             with torch.no_grad():
                 losses.append(float(rig.model(batch.input_ids, batch.labels).loss_sum))
+                for module in rig.model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
                 for parameter in rig.model.parameters():
                     parameter.detach().mul_(1.5)
     return losses

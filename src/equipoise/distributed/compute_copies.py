@@ -9,12 +9,14 @@ A copy lies in the instance dictionary of its module under the parameter's name.
 reads `module.weight` computes with the copy.
 """
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,12 +64,24 @@ class _Pair:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def _count_changes(copies: "ComputeCopies | None", optimizer: torch.optim.Optimizer) -> None:
+    if copies is not None and getattr(optimizer, "copies", None) is not copies:
+        copies.are_stale(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 class ComputeCopies:
-    """The copies of a model. `refresh` has to come before a forward; a hook of the model does it."""
+    """The copies of a model. `refresh` has to come before a forward; a hook of the model does it.
+
+    An optimizer that keeps the copies up to date itself has them as its attribute `copies`.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._pairs: dict[int, _Pair] = {}
+        weak = weakref.ref(self)
+        # Fused optimizers change parameters without counting: after the step of any optimizer, they are counted here.
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: _count_changes(weak(), optimizer))
+        weakref.finalize(self, hook.remove)
 
     def add(self, module: nn.Module) -> None:
         """Makes copies of all parameters of a module and those inside of it, tied ones once.
@@ -92,6 +106,13 @@ class ComputeCopies:
         pair = self._pairs.get(id(master))
         return None if pair is None else pair.copy
 
+    def are_stale(self, masters: Iterable[torch.Tensor]) -> None:
+        """Says that these masters have changed, in a way that their version counters may not show."""
+        for master in masters:
+            pair = self._pairs.get(id(master))
+            if pair is not None:
+                pair.seen = -1
+
     def are_fresh(self, masters: Iterable[torch.Tensor]) -> None:
         """Says that these masters' copies were brought up to date with them."""
         for master in masters:
@@ -111,7 +132,7 @@ class ComputeCopies:
     def refresh(self) -> None:
         """Brings the copies of changed masters up to date, and takes over which are trained. No host sync.
 
-        A change through `tensor.data` is not noticed.
+        A change through `tensor.data` is not noticed: say so with `are_stale`.
         """
         stale = []
         for pair in self._pairs.values():
