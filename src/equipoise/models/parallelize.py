@@ -153,7 +153,7 @@ def build_parallel_model(
         if initialize:
             initialize_module(layer, f"model.layers.{index}.", std, seed, first_expert)
         if compile:
-            compile_layer(layer)
+            compile_layer(layer, has_units=meshes.dense.size() > 1 or not needs_no_unit)
         if isinstance(mlp, MoELayer):
             if meshes.everyone.size() > 1 or not needs_no_unit:
                 _distribute_experts(mlp.experts, meshes)
@@ -233,9 +233,11 @@ def _balancing(
     return balancer.num_physical_experts, partial(ExpertBalancing, balancer)
 
 
-def compile_layer(layer: DecoderLayer) -> None:
-    """Compiles the parts of a layer between FSDP's hooks and the dispatcher's data-dependent shapes."""
-    parts: list[nn.Module] = [layer.self_attn]
+def compile_layer(layer: DecoderLayer, has_units: bool = True) -> None:
+    """Compiles what lies between FSDP's hooks, if the layer has units, and the dispatcher's data-dependent shapes."""
+    parts: list[nn.Module] = [layer.self_attn] if has_units else []
+    if not has_units:  # norms and the residual addition too
+        layer.attend = torch.compile(layer.attend)  # type: ignore[method-assign]
     if isinstance(layer.mlp, MoELayer):
         if layer.mlp.shared_experts is not None:
             parts.append(layer.mlp.shared_experts)
