@@ -61,10 +61,10 @@ def test_steps_equal_torch(scale: float | None, microbatches: int) -> None:
         optimizer.zero_grad()
         reference.step()
     for (name, got), want in zip(ours.named_parameters(), theirs.parameters()):
-        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
         assert torch.equal(getattr(ours, name), got.to(NARROW)), "the copy is not that of the new weight"
         for slot, value in reference.state[want].items():
-            torch.testing.assert_close(optimizer.state[got][slot], value, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(optimizer.state[got][slot], value, rtol=1e-5, atol=2e-6)
 
 
 def test_copies_are_not_made_again(monkeypatch) -> None:
@@ -128,7 +128,7 @@ def test_state_goes_to_and_from_torch(to_torch: bool) -> None:
         step(*straight, number)
     step(*second, 1)
     for got, want in zip(second[0].parameters(), straight[0].parameters()):
-        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
 
 
 def test_parameters_without_a_gradient_stay() -> None:
