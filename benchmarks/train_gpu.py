@@ -4,8 +4,8 @@ All train on the same random tokens with AdamW at BF16 compute, a step at a time
 variant's figure is its median step. Ours keeps FP32 master weights and moments, as the trainer does. There are two
 peers, both transformers' own model with its `grouped_mm` experts and PyTorch's fused attention and AdamW:
 
-* equal numerics: FP32 weights and moments with BF16 compute, through FSDP2 as transformers' users have it. It is the
-  same training as ours, and what `over_transformers` compares with.
+* equal numerics: FP32 weights and moments with BF16 compute, through FSDP2 (autocast would leave the products of its
+  experts in FP32). It is the same training as ours, and what `over_transformers` compares with.
 * pure BF16: weights and moments in BF16. That is less work, and another training: small updates are lost in rounding.
   `over_transformers_bf16` compares with it.
 
