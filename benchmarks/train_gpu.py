@@ -1,12 +1,17 @@
 """Training speed on one accelerator: a Qwen3-30B-A3B-shaped model at the depth that fits, ours against transformers'.
 
-Both train on the same random tokens with AdamW at BF16 compute, a step at a time, in processes of their own; every
-variant's figure is its median step. Ours keeps FP32 master weights and moments, as the trainer does. transformers'
-model and moments are BF16, which is less work, or, in the variant "FP32 weights", FP32 with BF16 compute through FSDP2,
-which is the same work. It runs with `grouped_mm` experts and PyTorch's fused
-attention, compiled in two ways: the whole model, and layer by layer with the loss apart, so that its causal mask is
-made outside of compiled code, where it can be left out. The faster of the two counts. Each variant splits a step's
-sequences into the microbatches that fit its memory.
+All train on the same random tokens with AdamW at BF16 compute, a step at a time, in processes of their own; every
+variant's figure is its median step. Ours keeps FP32 master weights and moments, as the trainer does. There are two
+peers, both transformers' own model with its `grouped_mm` experts and PyTorch's fused attention and AdamW:
+
+* equal numerics: FP32 weights and moments with BF16 compute, through FSDP2 (autocast would leave the products of its
+  experts in FP32). It is the same training as ours, and what `over_transformers` compares with.
+* pure BF16: weights and moments in BF16. That is less work, and another training: small updates are lost in rounding.
+  `over_transformers_bf16` compares with it.
+
+transformers' model is compiled in two ways: as a whole, and layer by layer with the loss apart, so that its causal mask
+is made outside of compiled code, where it can be left out. The faster counts. Each variant splits a step's sequences
+into the microbatches that fit its memory.
 
 Run: python benchmarks/train_gpu.py [--layers N] [--sequences N] [--steps N]   (writes
 benchmarks/results/train-h200.json)
@@ -39,11 +44,12 @@ MODEL = {
 }
 """Qwen3-30B-A3B's config.json, but for the depth."""
 LENGTH, WARM_UP, LR = 4096, 3, 1e-5
+EQUAL_NUMERICS, PURE_BF16 = "FP32 weights", "BF16 weights"
 VARIANTS = (
     "equipoise",
     "transformers, layers compiled, FP32 weights",
-    "transformers, layers compiled",
-    "transformers, model compiled",
+    "transformers, layers compiled, BF16 weights",
+    "transformers, model compiled, BF16 weights",
 )
 
 
@@ -211,6 +217,8 @@ def start(variant: str, options: argparse.Namespace) -> dict:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
         command = [sys.executable, __file__, "--work", variant, "--out", str(out), "--kernel", options.kernel]
         micro = options.micro if variant == "equipoise" else options.transformers_micro
+        if EQUAL_NUMERICS in variant:
+            micro = options.transformers_fp32_micro
         command += ["--micro", str(micro)]
         for name in ("layers", "sequences", "steps"):
             command += [f"--{name}", str(getattr(options, name))]
@@ -224,6 +232,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16, help=f"sequences of {LENGTH} tokens in a step")
     parser.add_argument("--micro", type=int, default=16, help="sequences of a microbatch of ours")
     parser.add_argument("--transformers-micro", type=int, default=8, help="sequences of a microbatch of transformers")
+    parser.add_argument("--transformers-fp32-micro", type=int, default=4, help="the same with FP32 weights")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each variant")
     parser.add_argument("--kernel", default="auto", help="our expert kernel")
     parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=VARIANTS)
@@ -233,7 +242,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.work:
         is_ours = options.work == "equipoise"
-        kind = "layers" in options.work, "FP32" in options.work
+        kind = "layers" in options.work, EQUAL_NUMERICS in options.work
         result = run_equipoise(options) if is_ours else run_transformers(options, *kind)
         options.out.write_text(json.dumps(result))
         return
@@ -255,10 +264,17 @@ def main() -> None:
         return
     name = torch.get_device_module().get_device_name()
     peak = peak_flops(name, torch.bfloat16)
-    same_work = rates.get("transformers, layers compiled, FP32 weights")
+
+    def over(kind: str) -> float | None:
+        """Our rate over the fastest peer of a kind."""
+        peers = [rate for variant, rate in rates.items() if kind in variant]
+        return rates["equipoise"] / max(peers) if peers else None
+
     summary = {
-        "over_transformers": rates["equipoise"] / max(rate for v, rate in rates.items() if v != "equipoise"),
-        "over_transformers_fp32_weights": rates["equipoise"] / same_work if same_work else None,
+        "over_transformers": over(EQUAL_NUMERICS),
+        "over_transformers_peer": "equal numerics: FP32 weights, moments; BF16 compute by FSDP2; compiled, grouped_mm",
+        "over_transformers_bf16": over(PURE_BF16),
+        "over_transformers_bf16_peer": "pure BF16: weights and moments too, compiled, grouped_mm; another training",
         "mfu": rates["equipoise"] * rows[0]["flops_per_token"] / peak if peak else None,
         "model": MODEL | {"num_hidden_layers": options.layers},
         "tokens_per_step": tokens,

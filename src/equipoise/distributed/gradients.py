@@ -24,13 +24,19 @@ def global_grad_norm(parameters: list[torch.nn.Parameter], shard_group: dist.Pro
     missing = sum(p.grad is None for p in parameters if p.requires_grad)
     if missing:
         raise ValueError(f"{missing} parameters have no gradient: some part of the model was left out of the graph")
-    gradients = [_local(p.grad).float() for p in parameters if p.grad is not None]
-    gradients = [g for g in gradients if g.numel()]
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
-    if gradients:
-        total = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    for dtype in sorted({g.dtype for g in gradients}, key=str):  # one launch takes one dtype
+        same = [g for g in gradients if g.numel() and g.dtype == dtype]
+        if same:
+            total += torch.stack(torch._foreach_norm(same, dtype=torch.float32)).square().sum()
     dist.all_reduce(total, group=shard_group)
     return total.sqrt()
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients of this norm are multiplied with to have at most `max_norm`; a scalar like `norm`."""
+    return (max_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
 
 
 @torch.no_grad()
@@ -38,4 +44,4 @@ def clip_gradients(parameters: list[torch.nn.Parameter], norm: torch.Tensor, max
     """Scales all gradients by max_norm / norm where the norm is larger; no host sync. Non-finite norms must be
     refused before this."""
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(gradients, (max_norm / norm.clamp(min=1e-30)).clamp(max=1.0))
+    torch._foreach_mul_(gradients, clip_factor(norm, max_norm))

@@ -28,7 +28,8 @@ class ParallelConfig(Config):
     """How tokens reach their experts; auto is local for ep_size 1, symmetric with the symmetric transport of balancing,
     otherwise all_to_all. deepep needs its package."""
     reshard_after_forward: bool = True
-    """Whether FSDP frees gathered parameters between forward and backward; false is faster and needs more memory."""
+    """Whether FSDP frees gathered parameters between forward and backward; false is faster and needs more memory. With
+    false, weights that one rank holds whole and computes with in BF16 get BF16 copies that stay, instead of FSDP."""
     timeout_s: float = Field(600.0, gt=0, le=604800)
     """Seconds (a week at most) after which a collective that some rank never joined is an error that names the rank."""
 

@@ -181,7 +181,7 @@ def combine_backward(
     grad_weights = torch.empty_like(weights_TK) if want_weights else weights_TK.new_empty(0)
     if T and K:
         block_k = triton.next_power_of_2(K)
-        block = _block(D, max(32, 4096 // block_k))
+        block = _block(D, max(32, 16384 // block_k))
         valid = row_TK if valid_TK is None else valid_TK.contiguous().view(torch.uint8)
         _combine_backward_kernel[(T,)](
             grad_TD,
@@ -198,7 +198,7 @@ def combine_backward(
             want_weights,
             block_k,
             block,
-            num_warps=_warps(block_k * block),
+            num_warps=_warps(block_k * block // 4),
         )
     return grad_rows, grad_weights
 

@@ -6,13 +6,10 @@ and no logits are kept. They are those of the summed loss; the backward scales t
 Shapes: T tokens, D features, V vocabulary.
 """
 
-from collections.abc import Callable
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 
-from equipoise.kernels.triton_support import triton_problem
+from equipoise.kernels.triton_support import use_triton
 
 IGNORED_LABEL = -100
 """Label of a position that takes no part in the loss (as in transformers)."""
@@ -28,7 +25,7 @@ def plain_cross_entropy(x_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: t
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
-def _loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed loss in FP32, and its gradient in the logits' dtype."""
     values_TV = logits_TV.float()
     lse_T1 = values_TV.logsumexp(-1, keepdim=True)
@@ -40,11 +37,13 @@ def _loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> tuple
     return loss_T1.sum(), torch.where(valid_T1, gradient_TV, 0.0).to(logits_TV.dtype)
 
 
-@lru_cache
-def _fused(device_type: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Compiled where Inductor has Triton to write kernels in; it is no help on a CPU, and absent on some devices."""
-    is_compiled = device_type != "cpu" and triton_problem(device_type) is None
-    return torch.compile(_loss_and_gradient, dynamic=False) if is_compiled else _loss_and_gradient
+def _loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same. The logits may be used up."""
+    if use_triton(logits_TV.device):
+        from equipoise.kernels.cross_entropy_triton import loss_and_gradient
+
+        return loss_and_gradient(logits_TV, labels_T, IGNORED_LABEL).sum(), logits_TV
+    return plain_loss_and_gradient(logits_TV, labels_T)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -61,7 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
             if grad_x is None and grad_weight is None:
                 loss += F.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="sum")
                 continue
-            loss_of_part, gradient = _fused(x.device.type)(logits, labels)
+            loss_of_part, gradient = _loss_and_gradient(logits, labels)
             loss += loss_of_part
             if grad_x is not None:
                 torch.mm(gradient, weight_VD, out=grad_x[part])
@@ -88,7 +87,7 @@ def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if a.dtype == out.dtype:
         out.addmm_(a, b)
     elif a.device.type == "cuda":
-        out += torch.mm(a, b, out_dtype=out.dtype)
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         out += a @ b
 

@@ -78,9 +78,13 @@ class DecoderLayer(nn.Module):
         entered = None
         if balancing is not None:  # before attention: its backward is then the last
             entered = balancing.enter(microbatch, replay, valid_BS)
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, mask)
-        normed = self.post_attention_layernorm(x_BSD)
+        x_BSD, normed = self.attend(x_BSD, rotary, mask)
         if self.is_moe:
             y_BSD, routing = self.mlp(normed, valid_BS, microbatch, entered, replay)
             return x_BSD + y_BSD, routing
         return x_BSD + self.mlp(normed), None
+
+    def attend(self, x_BSD, rotary, mask) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first half: the residual stream after attention, and what its norm makes of it."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary, mask)
+        return x_BSD, self.post_attention_layernorm(x_BSD)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from equipoise.distributed.compute_copies import ComputeCopies
 from equipoise.models.attention import document_mask
 from equipoise.models.config import ModelConfig
 from equipoise.models.cross_entropy import IGNORED_LABEL, linear_cross_entropy
@@ -126,6 +127,13 @@ class MoEForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.symmetric_space: SymmetricSpace | None = None
         """What the symmetric dispatcher and transport of this model share; set by whoever makes it parallel."""
+        self.copies: ComputeCopies | None = None
+        """16-bit copies of weights; see `use_copies`."""
+
+    def use_copies(self, copies: ComputeCopies) -> None:
+        """Computes with these copies of weights from now on; each forward first brings them up to date."""
+        self.copies = copies
+        self.register_forward_pre_hook(lambda model, inputs: copies.refresh())
 
     def forward(
         self,

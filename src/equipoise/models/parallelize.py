@@ -4,9 +4,10 @@ Nesting: the dense parts of an MoE layer are the inner FSDP unit (over the whole
 outer unit and owns only its experts (over `efsdp`). So the experts are gathered when the layer starts, and their
 gradients are reduced after attention's backward, where gradients of expert replicas can still join them.
 
-A unit over one rank that computes in FP32 has nothing to gather, cast or reduce. FSDP would copy its weights and
-gradients for nothing, so there is none: on a world of one rank parameters are plain, on others experts are DTensors
-over `ep`, as they are under FSDP.
+A unit over one rank has nothing to gather or to reduce. FSDP would copy its weights and gradients for nothing, so there
+is none: on a world of one rank parameters are plain, on others experts are DTensors over `ep`, as they are under FSDP.
+Where it computes in 16 bits, copies of the weights are kept for it (`distributed/compute_copies.py`). They are memory
+that FSDP would free after a layer's forward, if it is told to (`reshard_after_forward`); then it stays with FSDP.
 
 Scale: the trainer divides the loss by the number of valid tokens over all ranks, so every reduction is a plain sum.
 """
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from equipoise.balance_config import BalanceConfig
 from equipoise.dispatch import DispatcherName, build_dispatcher
 from equipoise.dispatch.config import DispatchConfig
+from equipoise.distributed.compute_copies import ComputeCopies
 from equipoise.distributed.mesh import Meshes
 from equipoise.errors import ConfigError
 from equipoise.kernels.grouped_linear import choose_grouped_linear
@@ -103,8 +105,12 @@ def build_parallel_model(
         cast_forward_inputs=False,
     )
 
+    needs_no_unit = precision.param_dtype is None or not reshard_after_forward
+    """Whether weights of one rank can do without FSDP: computed with as they are, or as copies that stay."""
+    copies = ComputeCopies(compute_dtype) if precision.param_dtype is not None and needs_no_unit else None
+
     def shard(module, mesh, *, reshard: bool, **options) -> None:
-        if mesh.size() == 1 and precision.param_dtype is None:
+        if mesh.size() == 1 and needs_no_unit:
             return
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, **options)
         if mesh.size() > 1:  # over one rank the gradient is copied as it is; a factor would cost a division
@@ -147,9 +153,9 @@ def build_parallel_model(
         if initialize:
             initialize_module(layer, f"model.layers.{index}.", std, seed, first_expert)
         if compile:
-            compile_layer(layer)
+            compile_layer(layer, has_units=meshes.dense.size() > 1 or not needs_no_unit)
         if isinstance(mlp, MoELayer):
-            if meshes.everyone.size() > 1 or precision.param_dtype is not None:
+            if meshes.everyone.size() > 1 or not needs_no_unit:
                 _distribute_experts(mlp.experts, meshes)
             dense = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, mlp.gate]
             if mlp.shared_experts is not None:
@@ -160,6 +166,8 @@ def build_parallel_model(
             shard(layer, meshes.expert_fsdp, reshard=reshard_after_forward, shard_placement_fn=placement)
             if not isinstance(layer, FSDPModule):
                 whole.update(mlp.experts.parameters())
+                if copies is not None:
+                    copies.add(mlp.experts)
         else:
             shard(layer, meshes.dense, reshard=reshard_after_forward)
 
@@ -174,6 +182,10 @@ def build_parallel_model(
         shard(model.model.embed_tokens, meshes.dense, reshard=reshard_after_forward)
         shard([model.model.norm, model.lm_head], meshes.dense, reshard=False)
     shard(model, meshes.dense, reshard=False, ignored_params=whole)
+    if copies is not None and not isinstance(model, FSDPModule):
+        copies.add(model)
+    if copies is not None:
+        model.use_copies(copies)
     return model
 
 
@@ -221,9 +233,11 @@ def _balancing(
     return balancer.num_physical_experts, partial(ExpertBalancing, balancer)
 
 
-def compile_layer(layer: DecoderLayer) -> None:
-    """Compiles the parts of a layer between FSDP's hooks and the dispatcher's data-dependent shapes."""
-    parts: list[nn.Module] = [layer.self_attn]
+def compile_layer(layer: DecoderLayer, has_units: bool = True) -> None:
+    """Compiles what lies between FSDP's hooks, if the layer has units, and the dispatcher's data-dependent shapes."""
+    parts: list[nn.Module] = [layer.self_attn] if has_units else []
+    if not has_units:  # norms and the residual addition too
+        layer.attend = torch.compile(layer.attend)  # type: ignore[method-assign]
     if isinstance(layer.mlp, MoELayer):
         if layer.mlp.shared_experts is not None:
             parts.append(layer.mlp.shared_experts)

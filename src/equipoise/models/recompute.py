@@ -20,6 +20,7 @@ T = TypeVar("T")
 _DECISIONS = {torch.ops.equipoise.select_experts.default}
 _COSTLY = {
     torch.ops.aten.mm.default,
+    torch.ops.aten.mm.dtype,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

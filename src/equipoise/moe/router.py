@@ -6,11 +6,11 @@ Shapes: T tokens, D features, E experts, K experts per token.
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from equipoise.config import Config
 from equipoise.distributed.collectives import Group
+from equipoise.kernels.router_logits import router_logits
 from equipoise.kernels.router_weights import router_weights
 from equipoise.kernels.select_experts import select_experts
 from equipoise.moe.losses import BalanceScope, balance_loss, z_loss
@@ -92,7 +92,7 @@ class Router(nn.Module):
     ) -> Routing:
         """Routes tokens. `valid_T` (bool) marks the real ones; None means all. `replay`: recorded ids to follow."""
         config = self.config
-        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        logits_TE = router_logits(x_TD, self.weight)
         if config.scoring_func == "softmax":
             scores_TE = probs_TE = logits_TE.softmax(-1)
         else:

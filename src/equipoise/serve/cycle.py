@@ -1,8 +1,8 @@
 """Training and generating in one process by turns: what one phase does not need is given back for the other.
 
-To generate: gradients are dropped, the optimizer's state goes to pinned host memory, the trainer's process groups are
-parked, the engine takes its memory and gets the weights. To train, the same backwards. The trainer's own parameters
-stay. Every rank holds a part of both, and all ranks call everything together.
+To generate: gradients and 16-bit copies of weights are dropped, the optimizer's state goes to pinned host memory, the
+trainer's process groups are parked, the engine takes its memory and gets the weights. To train, the same backwards. The
+trainer's own parameters stay. Every rank holds a part of both, and all ranks call everything together.
 """
 
 import contextlib
@@ -148,6 +148,9 @@ class TrainAndGenerate:
             self.state.to_host()
             world.accelerator.synchronize()
             self.state.drop_device(world.device)
+            copies = getattr(self.model, "copies", None)
+            if copies is not None:
+                copies.release()  # the next forward makes them again
             world.accelerator.empty_cache()
         with self._phase("park groups"):
             park(world, *self.holders)

@@ -10,6 +10,9 @@ from torch import nn
 
 from equipoise.accelerator import Accelerator
 from equipoise.config import Config
+from equipoise.distributed.compute_copies import ComputeCopies
+from equipoise.kernels.triton_support import use_triton
+from equipoise.train.master_adamw import MasterAdamW
 from equipoise.train.offload import OffloadedAdamW
 
 logger = logging.getLogger(__name__)
@@ -51,7 +54,8 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, accelerator: Accelerator | None = None
 ) -> torch.optim.AdamW:
-    """AdamW over all parameters, matrices with weight decay and vectors without; fused where the device has it.
+    """AdamW over all parameters, matrices with weight decay and vectors without; fused where the device has it, and
+    where Triton runs with the refresh of the model's 16-bit copies, if there are any.
 
     `accelerator` is needed for `config.offload`, which is ignored with a warning where parameters are on the CPU.
     """
@@ -67,4 +71,7 @@ def build_optimizer(
     elif config.offload:
         assert accelerator is not None, "offload needs the accelerator"
         return OffloadedAdamW(groups, accelerator, **options)
+    copies = getattr(model, "copies", None)
+    if isinstance(copies, ComputeCopies) and use_triton(parameters[0].device):
+        return MasterAdamW(groups, copies, **options)
     return torch.optim.AdamW(groups, **options)

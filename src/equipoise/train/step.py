@@ -13,7 +13,7 @@ from torch import nn
 
 from equipoise.data import IGNORED_LABEL, Batch
 from equipoise.distributed.collectives import all_reduce_sum
-from equipoise.distributed.gradients import clip_gradients, global_grad_norm
+from equipoise.distributed.gradients import clip_factor, clip_gradients, global_grad_norm
 from equipoise.distributed.mesh import Meshes
 from equipoise.models.model import ModelOutput, MoEForCausalLM
 from equipoise.moe.bias import update_selection_bias
@@ -21,6 +21,7 @@ from equipoise.moe.layer import MoELayer
 from equipoise.moe.synthetic import Workload
 from equipoise.train.balance_statistics import BalanceResult, sum_records
 from equipoise.train.load_statistics import rank_imbalance
+from equipoise.train.master_adamw import MasterAdamW
 from equipoise.train.timing import PhaseTimer
 
 
@@ -208,11 +209,15 @@ class TrainStep:
 
     def update(self, result: StepResult, norm: torch.Tensor, lr: float) -> None:
         """Clips, updates the parameters and then the selection biases, and clears the gradients."""
-        if self.max_grad_norm and result.grad_norm > self.max_grad_norm:
-            clip_gradients(self.parameters, norm, self.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        is_clipped = bool(self.max_grad_norm) and result.grad_norm > self.max_grad_norm
+        if isinstance(self.optimizer, MasterAdamW):
+            self.optimizer.step(gradient_scale=clip_factor(norm, self.max_grad_norm) if is_clipped else None)
+        else:
+            if is_clipped:
+                clip_gradients(self.parameters, norm, self.max_grad_norm)
+            self.optimizer.step()
         self.optimizer.zero_grad()
         for layer, counts_E in zip(self.layers, result.counts_LE):
             if layer.gate.e_score_correction_bias is not None:

@@ -1,0 +1,65 @@
+"""Triton form of `models/cross_entropy.py: plain_loss_and_gradient`: a program for a row, which it reads twice.
+
+The first reading keeps, lane by lane, the largest logit so far and the sum of exponentials relative to it; the second
+one replaces the logits by their gradient. Additions have a fixed order.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 2048
+"""Logits that a program has in registers at a time."""
+
+
+@triton.jit
+def _loss_kernel(logits_ptr, labels_ptr, loss_ptr, V, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row)
+    is_valid = label != IGNORED
+    logits = logits_ptr + row * V
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        column = start + lane
+        value = tl.load(logits + column, mask=column < V, other=float("-inf"), eviction_policy="evict_last")
+        value = value.to(tl.float32)
+        larger = tl.maximum(largest, value)
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # a lane that has seen nothing yet
+        total = total * tl.exp(largest - shift) + tl.exp(value - shift)
+        largest = larger
+    top = tl.max(largest, 0)
+    total_of_row = tl.sum(total * tl.exp(largest - top), 0)
+    at_label = tl.load(logits + tl.where(is_valid, label, 0)).to(tl.float32)
+    tl.store(loss_ptr + row, tl.where(is_valid, tl.log(total_of_row) + (top - at_label), 0.0))
+    scale = tl.where(is_valid, 1.0 / total_of_row, 0.0)
+    tl.debug_barrier()  # the label's logit has been read by all before anybody replaces it
+    for start in range(0, V, BLOCK):
+        column = start + lane
+        value = tl.load(logits + column, mask=column < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        gradient = tl.exp(value - top) * scale
+        gradient = tl.where((column == label) & is_valid, gradient - 1.0, gradient)
+        tl.store(logits + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < V)
+
+
+@torch.library.custom_op("equipoise::loss_and_gradient", mutates_args=("logits_TV",))
+def loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor, ignored: int) -> torch.Tensor:
+    """loss_T float32 of each row, 0 where its label is `ignored`; `logits_TV` (contiguous) becomes its gradient."""
+    if not logits_TV.is_contiguous():
+        raise ValueError(
+            f"logits of shape {tuple(logits_TV.shape)} and strides {logits_TV.stride()}: make them contiguous"
+        )
+    T, V = logits_TV.shape
+    loss_T = torch.empty(T, dtype=torch.float32, device=logits_TV.device)
+    if T:
+        block = min(BLOCK, max(16, triton.next_power_of_2(V)))
+        _loss_kernel[(T,)](logits_TV, labels_T.contiguous(), loss_T, V, ignored, block, num_warps=max(1, block // 256))
+    return loss_T
+
+
+@loss_and_gradient.register_fake
+def _(logits_TV, labels_T, ignored):
+    return logits_TV.new_empty(logits_TV.shape[0], dtype=torch.float32)
