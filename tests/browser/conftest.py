@@ -123,8 +123,14 @@ class Looker:
         self.page.evaluate("(fragment) => { location.hash = fragment }", fragment)
         self.wait(drawn)
 
+    def point(self) -> None:
+        """Points at a figure and waits until plotly has taken the view's figures over."""
+        self.page.locator("section:not([hidden]) .chart").first.hover()
+        self.page.wait_for_function("() => document.body.dataset.interactive", timeout=90_000)
+
     def data(self, figure: str) -> list[dict[str, Any]]:
         """The series of a figure as plotly has them."""
+        self.point()
         plain = "(k, v) => ArrayBuffer.isView(v) ? [...v] : v"
         script = f"(id) => JSON.parse(JSON.stringify(document.getElementById(id).data, {plain}))"
         return self.page.evaluate(script, figure)

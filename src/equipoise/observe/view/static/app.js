@@ -2,7 +2,6 @@
 "use strict";
 
 const REFRESH_MS = 3000;
-const PLOTLY_WAITS_MS = 100; // for the numbers to be shown first, if they come soon
 const App = { runs: [], turn: 0, overviews: {} };
 
 function state() {
@@ -94,8 +93,6 @@ async function start() {
   Theme.start(render);
   const { view, run } = Object.fromEntries(new URLSearchParams(window.location.hash.slice(1)));
   const first = lookForNews(view === undefined || view === "overview" ? ask("overview", { run: run || 0 }) : null);
-  await Promise.race([first, new Promise((resolve) => { setTimeout(resolve, PLOTLY_WAITS_MS); })]);
-  loadPlotly();
   await first;
   byId("run").replaceChildren(...App.runs.map((run, i) => make("option", { value: String(i), textContent: run.name })));
   byId("run").value = String(state().run);

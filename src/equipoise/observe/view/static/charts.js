@@ -3,15 +3,33 @@
 
 const Drawing = []; // promises of what is being drawn
 
-// Plotly's script takes a second to start, so numbers are shown and data is asked for before that.
-let startPlotly;
-const PlotlyReady = new Promise((resolve) => { startPlotly = resolve; });
-if (window.Plotly) startPlotly();
+// Plotly's script takes a second to start: figures are sketched until somebody points at one.
+let plotlyAsked = false;
 
 function loadPlotly() {
-  if (window.Plotly) return;
-  document.head.append(make("script", { src: "plotly.js", onload: startPlotly }));
+  if (plotlyAsked) return;
+  plotlyAsked = true;
+  const inside = byId("plotly-script"); // of an exported file
+  if (!inside) return document.head.append(make("script", { src: "plotly.js", onload: takeOver, onerror: () => { plotlyAsked = false; } }));
+  document.head.append(make("script", { textContent: inside.textContent }));
+  takeOver();
 }
+
+async function takeOver() {
+  for (const place of document.querySelectorAll("section:not([hidden]) .chart")) if (place.figure) draw(place.id, ...place.figure);
+  await Promise.all(Drawing.splice(0));
+  document.body.dataset.interactive = "true";
+}
+
+document.addEventListener("pointerover", (event) => { if (event.target.closest(".chart")) loadPlotly(); });
+
+const Resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const canvas = target.querySelector("canvas.sketch");
+    const width = Math.round(target.clientWidth * (window.devicePixelRatio || 1));
+    if (canvas && width && canvas.width !== width) sketch(target, ...target.figure);
+  }
+});
 
 const CONFIG = { responsive: true, displaylogo: false, displayModeBar: "hover",
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
@@ -36,22 +54,34 @@ function layout(x, y, more = {}, margin = {}) {
 
 // Draws, or says why there is nothing to draw. `onClick` gets the point that was clicked.
 function draw(id, traces, arrangement, onClick) {
-  Drawing.push(PlotlyReady.then(async () => {
-    const place = byId(id);
-    const note = place.querySelector(".empty");
-    if (note) note.remove();
-    await Plotly.react(place, traces, arrangement, CONFIG);
+  const place = byId(id);
+  place.figure = [traces, arrangement, onClick];
+  if (!window.Plotly) {
+    sketch(place, traces, arrangement, onClick);
+    Resized.observe(place);
+    return;
+  }
+  if (place.querySelector(":scope > .sketch, :scope > .empty")) place.replaceChildren();
+  Drawing.push(Plotly.react(place, traces, arrangement, CONFIG).then(() => {
     place.removeAllListeners("plotly_click");
     if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
   }));
 }
 
 function drawNothing(id, reason) {
-  Drawing.push(PlotlyReady.then(() => {
-    const place = byId(id);
-    if (place.data) Plotly.purge(place);
-    place.replaceChildren(make("p", { className: "empty", textContent: reason }));
-  }));
+  const place = byId(id);
+  place.figure = null;
+  if (place.data) Plotly.purge(place);
+  place.replaceChildren(make("p", { className: "empty", textContent: reason }));
+}
+
+// Of the values of all series, with some room. Ranges are always given, so that sketches and plotly agree.
+function valueRange(traces, fromZero = false) {
+  const values = traces.flatMap((trace) => trace.y).filter((y) => y !== null && y !== undefined);
+  if (!values.length) return [0, 1];
+  const [low, high] = [fromZero ? 0 : Math.min(...values), Math.max(...values)];
+  const room = 0.06 * (high - low) || 0.5 * Math.abs(high) || 0.5;
+  return [fromZero ? 0 : low - room, high + room];
 }
 
 // Names of series may hold anything that a folder's name may.
@@ -110,6 +140,10 @@ function stack(pieces, numRanks, mastersPerRank, top, axes) {
 
 function rankAxis(title, numRanks, more = {}) {
   return axis(title, { range: [-0.6, numRanks - 0.4], ...(numRanks <= 16 ? { dtick: 1 } : {}), ...more });
+}
+
+function layerAxis(numLayers) {
+  return axis("MoE layer", { range: [-0.5, numLayers - 0.5], showgrid: false, ...(numLayers <= 20 ? { dtick: 1 } : {}) });
 }
 
 // A square of rows by [y rank, x rank], with its numbers where there is room for them.
