@@ -126,7 +126,8 @@ class Looker:
     def point(self) -> None:
         """Points at a figure and waits until plotly has taken the view's figures over."""
         self.page.locator("section:not([hidden]) .chart").first.hover()
-        self.page.wait_for_function("() => document.body.dataset.interactive", timeout=90_000)
+        taken = "() => document.body.dataset.interactive === document.body.dataset.drawn"
+        self.page.wait_for_function(taken, timeout=90_000)
 
     def data(self, figure: str) -> list[dict[str, Any]]:
         """The series of a figure as plotly has them."""

@@ -1,10 +1,12 @@
 // Figures: what all of them share, and the kinds that the page needs.
 "use strict";
 
-const Drawing = []; // promises of what is being drawn
-
-// Plotly's script takes a second to start: figures are sketched until somebody points at one.
+// Plotly's script takes a second to start, so it waits until somebody points at a figure. And it takes half a second to
+// draw a view. So figures are sketched first, and plotly takes them over one by one.
 let plotlyAsked = false;
+const CALM_MS = 150;
+
+function pause(ms) { return new Promise((resolve) => { setTimeout(resolve, ms); }); }
 
 function loadPlotly() {
   if (plotlyAsked) return;
@@ -16,10 +18,26 @@ function loadPlotly() {
 }
 
 async function takeOver() {
-  for (const place of document.querySelectorAll("section:not([hidden]) .chart")) if (place.figure) draw(place.id, ...place.figure);
-  await Promise.all(Drawing.splice(0));
-  document.body.dataset.interactive = "true";
+  const turn = App.turn;
+  if (!window.Plotly) return;
+  await pause(CALM_MS); // the sketches are painted, and who turns over steps quickly is not held up
+  for (const place of document.querySelectorAll("section:not([hidden]) .chart")) {
+    if (!place.figure || place.figure === place.taken) continue;
+    await pause(0); // whatever the user does comes first
+    if (turn !== App.turn) return;
+    const figure = place.figure;
+    const [traces, arrangement, onClick] = figure;
+    await Plotly.react(place, traces, arrangement, CONFIG);
+    if (figure !== place.figure) return;
+    place.removeAllListeners("plotly_click");
+    if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
+    place.taken = figure;
+    clearAway(place);
+  }
+  if (turn === App.turn) document.body.dataset.interactive = document.body.dataset.drawn;
 }
+
+function clearAway(place) { for (const old of place.querySelectorAll(":scope > .sketch, :scope > .empty")) old.remove(); }
 
 document.addEventListener("pointerover", (event) => { if (event.target.closest(".chart")) loadPlotly(); });
 
@@ -52,26 +70,20 @@ function layout(x, y, more = {}, margin = {}) {
     hoverlabel: { bgcolor: Theme.color("card"), bordercolor: Theme.color("line"), font: { color: Theme.color("text") } }, ...more };
 }
 
-// Draws, or says why there is nothing to draw. `onClick` gets the point that was clicked.
+// Draws, or says why there is nothing to draw. `onClick` gets the point that was clicked. What plotly shows of the same
+// view is left to it, since it may be zoomed.
 function draw(id, traces, arrangement, onClick) {
   const place = byId(id);
   place.figure = [traces, arrangement, onClick];
-  if (!window.Plotly) {
-    sketch(place, traces, arrangement, onClick);
-    Resized.observe(place);
-    return;
-  }
-  if (place.querySelector(":scope > .sketch, :scope > .empty")) place.replaceChildren();
-  Drawing.push(Plotly.react(place, traces, arrangement, CONFIG).then(() => {
-    place.removeAllListeners("plotly_click");
-    if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
-  }));
+  if (place.taken && App.isSameView) return;
+  sketch(place, ...place.figure);
+  Resized.observe(place);
 }
 
 function drawNothing(id, reason) {
   const place = byId(id);
-  place.figure = null;
   if (place.data) Plotly.purge(place);
+  place.figure = place.taken = null;
   place.replaceChildren(make("p", { className: "empty", textContent: reason }));
 }
 

@@ -1,5 +1,5 @@
 // A figure drawn on a canvas at once, from the series and the layout that plotly gets: as much of both as this page uses.
-// Plotly's script takes a second to start. It takes a figure over when a pointer comes near (charts.js).
+// It lies over the figure until plotly has drawn it (charts.js).
 "use strict";
 
 const SKETCH_FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif";
@@ -22,7 +22,8 @@ function sketch(place, traces, arrangement, onClick) {
     const point = onClick && pointAt(traces, panels[0], event.offsetX, event.offsetY);
     if (point) onClick(point);
   });
-  place.replaceChildren(canvas);
+  clearAway(place);
+  place.append(canvas);
 }
 
 // Axes, then everything that is drawn inside of them.
@@ -71,17 +72,11 @@ function ticksOf(axis, length, isUp) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = axis.dtick || power * [2, 5, 10].find((times) => times * power >= rough);
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  const [divisor, unit] = [[1e9, "B"], [1e6, "M"], [1e3, "k"]].find(([one]) => Math.max(-low, high) >= (one === 1e3 ? 1e4 : one)) || [1, ""];
+  const text = (value) => String(Number((value / divisor).toFixed(unit ? 6 : digits))).replace("-", "\u2212") + (value ? unit : "");
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i += 1) {
-    ticks.push({ value: i * step, text: tickText(i * step, digits) });
-  }
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i += 1) ticks.push({ value: i * step, text: text(i * step) });
   return ticks;
-}
-
-function tickText(value, digits) {
-  const [divisor, unit] = [[1e9, "B"], [1e6, "M"], [1e4, "k"], [0, ""]].find(([least]) => Math.abs(value) >= least);
-  const shown = unit ? value / (unit === "k" ? 1000 : divisor) : value;
-  return (unit ? String(Number(shown.toPrecision(6))) : String(Number(shown.toFixed(digits)))).replace("-", "\u2212") + unit;
 }
 
 function write(pen, text, x, y, { size = 12, align = "left", base = "middle", color = Theme.color("text"), turn = 0 } = {}) {
@@ -274,7 +269,7 @@ function sketchLegend(pen, traces, frame) {
   let x = frame.left;
   entries.forEach(({ trace, text }, i) => {
     if (i % perLine === 0) x = frame.left;
-    const y = frame.top - 13 - 19 * (lines - 1 - Math.floor(i / perLine));
+    const y = frame.top - 17 - 19 * (lines - 1 - Math.floor(i / perLine));
     pen.globalAlpha = trace.opacity ?? 1;
     if (trace.type === "bar") {
       pen.fillStyle = trace.marker.color;
