@@ -170,6 +170,7 @@ def picture(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
     def take(looker: Looker, name: str | None) -> bytes:
         looker.page.mouse.move(0, 0)
+        looker.page.wait_for_timeout(500)  # plotly's buttons fade away
         looker.page.evaluate("() => window.scrollTo(0, 0)")
         looker.page.add_style_tag(content="header { position: static !important } #status { visibility: hidden }")
         content = looker.page.screenshot(full_page=True)
