@@ -1,8 +1,9 @@
 """The simulator against measured training steps: EP 2 on two CPU cores, W0 to W7, balancing off, on and forced.
 
-    python benchmarks/simulate_cpu.py [--minutes 6]
+    python benchmarks/simulate_cpu.py [--minutes 10]
 
-One core is pinned per rank. Calibration loads and the workloads take turns in the same rounds. The rates are fitted
+One core is pinned per rank. Calibration loads and the workloads take turns in the same rounds; what is the same work
+under several names (perfectly even routing, mostly) is measured once in a round. The rates are fitted
 to the calibration loads alone (those of `equipoise bench calibrate`); then `simulate` predicts every workload and mode
 from the loads that were laid down. Writes rows and `simulate_error_max`, the largest relative error of a predicted
 step, into benchmarks/results/observe.json; other keys stay. The calibration goes to hardware-cpu-ep2.json beside it.
@@ -54,7 +55,7 @@ from equipoise.train.trainer import Trainer
 RECIPE = Path(__file__).with_name("balance-cpu.toml")
 SETTINGS = [
     *("--balance.num-redundant-experts-per-rank", "4"),
-    *("--model.num-experts-per-tok", "4", "--train.global-batch-size", "32"),
+    *("--model.num-experts-per-tok", "4", "--train.global-batch-size", "16"),
 ]
 IMBALANCE = 1.6
 STEPS = {"burst": BURST_EVERY, "rotating": 2}
@@ -107,7 +108,9 @@ def measure(config: TrainConfig, minutes: float, raw: Path) -> None:
         try:
             with world.operation("simulate_cpu", deadline_s=3600):
                 watch = Stopwatch(trainer, study_of(config))
-                measured = watch.turns(all_loads(config), rounds=1000, deadline_s=60 * minutes)
+                loads = all_loads(config)
+                names = set(same_work(loads).values())
+                measured = watch.turns([x for x in loads if x.name in names], rounds=1000, deadline_s=60 * minutes)
         finally:
             trainer.loader.close()
         if world.rank == 0:
@@ -122,6 +125,18 @@ def all_loads(config: TrainConfig) -> list[Load]:
     return calibration_loads(2, model.num_experts, model.num_experts_per_tok) + workload_loads(config)
 
 
+def same_work(loads: list[Load]) -> dict[str, str]:
+    """Of each load, the name of the first that is the same work: forced is off, with what was laid down."""
+    first: list[Load] = []
+    found = {}
+    for load in loads:
+        same = (x for x in first if (x.mode == ON) == (load.mode == ON) and x.routings == load.routings)
+        known = next(same, load)
+        first += [load] if known is load else []
+        found[load.name] = known.name
+    return found
+
+
 def write(raw: Path, name: str, out: Path) -> None:
     """Fits, predicts, prints and writes the results."""
     content = json.loads(raw.read_text())
@@ -131,6 +146,7 @@ def write(raw: Path, name: str, out: Path) -> None:
     loads = all_loads(config)
     workloads = workload_loads(config)
     calibration = loads[: len(loads) - len(workloads)]
+    measured = {load: measured[known] for load, known in same_work(loads).items()}
     seconds = {load: statistics.median(values) for load, values in measured.items()}
     tokens = tokens_per_rank(config, 2)
     source = f"measured on 2 x {content['device']} by benchmarks/simulate_cpu.py"
@@ -160,7 +176,7 @@ def write(raw: Path, name: str, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--name", default=CPU, help="of the machine, in the results")
     parser.add_argument("--recipe", default=str(RECIPE))
     parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")

@@ -1,12 +1,12 @@
 """What a load trace costs: steps that are recorded against steps that are not, in one run on two CPU cores (EP 2).
 
-    python benchmarks/trace_overhead.py [--pairs 30] [--recipe demo] [-- SETTINGS]
+    python benchmarks/trace_overhead.py [--pairs 30] [--ranks 2] [--recipe demo] [-- SETTINGS]
 
 Blocks of 10 steps take turns: all recorded (one of them with matrices, as one in ten recorded steps is by default), the
 files written at the block's end and waited for; and none recorded. By default one step in ten is recorded, so the
 overhead is a tenth of the blocks' relative difference; the median over pairs of neighbouring blocks is
 `trace_overhead` in benchmarks/results/observe.json (on GPUs, under a launcher, `trace_overhead_gpu`); other keys stay.
-On the CPU one core is pinned per rank. Balancing is on.
+On the CPU one core is pinned per rank. Balancing is on, but with one rank, which has nobody to balance with.
 """
 
 import argparse
@@ -37,7 +37,8 @@ from equipoise.train.trainer import Trainer
 
 BLOCK = 10
 DEFAULT = TraceConfig()
-SETTINGS = ["--data.source", "random", "--data.eval-fraction", "0", "--balance.num-redundant-experts-per-rank", "1"]
+SETTINGS = ["--data.source", "random", "--data.eval-fraction", "0"]
+BALANCED = ["--balance.num-redundant-experts-per-rank", "1"]
 
 
 def measure(config: TrainConfig, pairs: int, out: Path) -> None:
@@ -120,6 +121,7 @@ def check(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--recipe", default="demo")
     parser.add_argument("settings", nargs="*", help="settings of the recipe, after --")
     parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
@@ -127,14 +129,15 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sampling = ["--trace.every", "1", "--trace.matrices-every", str(DEFAULT.matrices_every // DEFAULT.every)]
     sampling += ["--trace.sequences-every", "0"]
-    config = load_config(TrainConfig, options.recipe, [*SETTINGS, *sampling, *options.settings])
-    config.check_world(2)
+    sizes = BALANCED if options.ranks > 1 else ["--parallel.ep-size", "1"]
+    config = load_config(TrainConfig, options.recipe, [*SETTINGS, *sizes, *sampling, *options.settings])
+    config.check_world(options.ranks)
     if launch.has_launcher(os.environ):
         if launch.is_own_worker(os.environ):
             launch.end_with_parent()
         measure(config, options.pairs, options.out)
     else:
-        launch.launch(2, [sys.executable, __file__, *sys.argv[1:]])
+        launch.launch(options.ranks, [sys.executable, __file__, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@
 Generates FOLDER/big once (several GB: every step with its matrices, and metrics), starts the command, opens the page
 and several layers, and writes its three keys into the summary of benchmarks/results/observe.json; other keys stay.
 
-first_page_s: from asking for the page to all of its figures drawn, the first time that anybody asks this server, in a
-browser that has just been started. Median over repeats, each with a server and a browser of its own.
-drilldown_s: from choosing a layer and step to all of its figures drawn, the slowest of several, the first included;
-median over repeats.
+first_page_s: from asking for the page to all of its figures on the screen, the first time that anybody asks this
+server, in a browser that has just been started. Median over repeats, each with a server and a browser of its own.
+drilldown_s: from choosing a layer and step to all of its figures on the screen, the slowest of several, the first
+included; some before plotly's script has been asked for, some after. Median over repeats. How long plotly takes until
+the figures answer to the pointer, at first and later, are rows of their own.
 server_memory_gb: the most resident memory that any server has had.
 """
 
@@ -30,7 +31,10 @@ from equipoise.observe.schema import TraceInfo
 from equipoise.observe.tables import LayerRows
 from equipoise.observe.writer import TraceWriter
 
-DRILLDOWNS = ((0, 1), (17, 5000), (59, 10_000), (30, 7777), (3, 42))
+SKETCHED = ((0, 1), (17, 5000), (59, 10_000))
+WITH_PLOTLY = ((30, 7777), (3, 42), (44, 9001))
+"""Layers and steps that are looked at, before and after plotly's script was started."""
+TAKEN = "() => document.body.dataset.interactive === document.body.dataset.drawn"
 DRAWN = "() => Number(document.body.dataset.drawn || 0)"
 
 
@@ -83,8 +87,18 @@ def most_memory(pid: int) -> float:
 
 
 def _wait(page: Any, drawn: int) -> None:
-    """Until more than `drawn` views have been drawn; looks every 10 ms."""
+    """Until more than `drawn` views have been drawn and shown; looks every 10 ms."""
     page.wait_for_function("(drawn) => Number(document.body.dataset.drawn || 0) > drawn", arg=drawn, polling=10)
+    page.evaluate("() => new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)))")
+
+
+def _look(page: Any, layer: int, step: int) -> float:
+    """Seconds of one look at a layer."""
+    drawn = page.evaluate(DRAWN)
+    began = time.perf_counter()
+    page.evaluate(f"location.hash = 'view=layer&run=0&layer={layer}&step={step}'")
+    _wait(page, drawn)
+    return time.perf_counter() - began
 
 
 def measure(run: Path, chromium: str | None) -> list[dict[str, Any]]:
@@ -106,12 +120,17 @@ def measure(run: Path, chromium: str | None) -> list[dict[str, Any]]:
             page.goto(address)
             _wait(page, 0)
             rows = [{"what": "first page", "seconds": time.perf_counter() - began, "command_start_s": start_s}]
-            for layer, step in DRILLDOWNS:
-                drawn = page.evaluate(DRAWN)
-                began = time.perf_counter()
-                page.evaluate(f"location.hash = 'view=layer&run=0&layer={layer}&step={step}'")
-                _wait(page, drawn)
-                rows.append({"what": f"layer {layer}, step {step}", "seconds": time.perf_counter() - began})
+            for layer, step in SKETCHED:
+                rows.append({"what": f"layer {layer}, step {step}", "seconds": _look(page, layer, step)})
+            began = time.perf_counter()
+            page.locator("#stacks").hover()
+            page.wait_for_function(TAKEN, polling=10)
+            rows.append({"what": "plotly starts and takes over", "seconds": time.perf_counter() - began})
+            for layer, step in WITH_PLOTLY:
+                rows.append({"what": f"layer {layer}, step {step}, with plotly", "seconds": _look(page, layer, step)})
+            began = time.perf_counter()
+            page.wait_for_function(TAKEN, polling=10)
+            rows.append({"what": "plotly takes over", "seconds": time.perf_counter() - began})
             browser.close()
         rows.append({"what": "server memory", "gb": most_memory(server.pid)})
         return rows

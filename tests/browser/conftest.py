@@ -123,8 +123,15 @@ class Looker:
         self.page.evaluate("(fragment) => { location.hash = fragment }", fragment)
         self.wait(drawn)
 
+    def point(self) -> None:
+        """Points at a figure and waits until plotly has taken the view's figures over."""
+        self.page.locator("section:not([hidden]) .chart").first.hover()
+        taken = "() => document.body.dataset.interactive === document.body.dataset.drawn"
+        self.page.wait_for_function(taken, timeout=90_000)
+
     def data(self, figure: str) -> list[dict[str, Any]]:
         """The series of a figure as plotly has them."""
+        self.point()
         plain = "(k, v) => ArrayBuffer.isView(v) ? [...v] : v"
         script = f"(id) => JSON.parse(JSON.stringify(document.getElementById(id).data, {plain}))"
         return self.page.evaluate(script, figure)
@@ -163,6 +170,7 @@ def picture(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
     def take(looker: Looker, name: str | None) -> bytes:
         looker.page.mouse.move(0, 0)
+        looker.page.wait_for_timeout(500)  # plotly's buttons fade away
         looker.page.evaluate("() => window.scrollTo(0, 0)")
         looker.page.add_style_tag(content="header { position: static !important } #status { visibility: hidden }")
         content = looker.page.screenshot(full_page=True)

@@ -53,6 +53,7 @@ def test_overview_shows_the_numbers_of_the_files(look: Looker, address: str, run
 
 def test_nothing_is_asked_of_any_other_host(look: Looker, address: str) -> None:
     look.open(address)
+    look.point()
     assert len(look.requested) >= 4
     assert {url for url in look.requested if not url.startswith((address, "data:"))} == set()
 
@@ -69,11 +70,103 @@ def test_a_click_on_a_layer_looks_inside_its_worst_step(look: Looker, address: s
     assert look.tile("imbalance before") == pytest.approx(run.before_SL[step - 1, layer])
     look.page.go_back()
     look.page.wait_for_selector("#overview:not([hidden])")
+    look.point()
+    look.page.locator("#heat-before").scroll_into_view_if_needed()
     drawn = look.drawn
     box = look.page.locator("#heat-before .nsewdrag").bounding_box()
     look.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] * 2.5 / LAYERS)
     look.wait(drawn)
     assert "layer=2&" in look.page.url
+
+
+WITHOUT_PLOTLY = "() => { plotlyAsked = true }"
+"""It is then never asked for, so that the sketches stay."""
+
+
+def test_a_first_page_is_sketched_before_plotly_is_asked_for(look: Looker, address: str, runs: Runs) -> None:
+    run = runs["balanced"]
+    look.open(address)
+    assert look.page.locator("#overview .chart > canvas.sketch").count() == 5
+    assert [url for url in look.requested if "plotly" in url] == []
+    highest = run.before_SL.max()
+    cells = look.page.evaluate("""(values) => {
+        const place = document.getElementById("heat-before");
+        const [trace] = place.figure[0];
+        const { l, r, t, b } = place.figure[1].margin;
+        const canvas = place.querySelector("canvas");
+        const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        return values.map(([x, y]) => {
+            const left = Math.floor(l + (canvas.width - l - r) * (x + 0.5) / trace.x.length);
+            const top = Math.floor(t + (canvas.height - t - b) * (y + 0.5) / trace.z.length);
+            return [...pixels.slice(4 * (top * canvas.width + left)).slice(0, 3)];
+        });
+    }""", [[step, layer] for step in (0, 41, 79) for layer in range(LAYERS)])  # fmt: skip
+    scale = [(0, "f3f4f6"), (0.25, "fbd9ae"), (0.5, "f0a04b"), (0.75, "c65c12"), (1, "6b2400")]
+    places, colors = [place for place, _ in scale], np.array([list(bytes.fromhex(color)) for _, color in scale])
+    expected = [
+        [np.interp((run.before_SL[step, layer] - 1) / (highest - 1), places, colors[:, c]) for c in range(3)]
+        for step in (0, 41, 79)
+        for layer in range(LAYERS)
+    ]
+    assert np.abs(np.array(cells) - np.array(expected)).max() <= 3
+    look.point()
+    assert len([url for url in look.requested if "plotly" in url]) == 1
+    assert look.page.locator("canvas.sketch").count() == 0
+
+
+def test_a_sketch_answers_to_a_click_while_plotly_starts(look: Looker, address: str, runs: Runs) -> None:
+    look.open(address)
+    look.page.evaluate(WITHOUT_PLOTLY)
+    look.page.locator("#heat-before").scroll_into_view_if_needed()
+    drawn = look.drawn
+    box = look.page.locator("#heat-before canvas").bounding_box()
+    top, height = box["y"] + 8, box["height"] - 8 - 46
+    look.page.mouse.click(box["x"] + 62 + (box["width"] - 62 - 84) / 2, top + height * 2.5 / LAYERS)
+    look.wait(drawn)
+    assert "layer=2&" in look.page.url
+    look.page.locator("#layers").scroll_into_view_if_needed()
+    drawn = look.drawn
+    box = look.page.locator("#layers canvas").bounding_box()
+    look.page.mouse.click(box["x"] + 62 + (box["width"] - 62 - 14) * 7.5 / LAYERS, box["y"] + box["height"] / 2)
+    look.wait(drawn)
+    assert "layer=7&" in look.page.url
+
+
+DIFFERENCE = """async ([id, sketched]) => {
+    const place = document.getElementById(id);
+    const [width, height] = [place.clientWidth, place.clientHeight];
+    const { l, r, t, b } = place.figure[1].margin;
+    const pixels = async (url) => {
+        const image = new Image();
+        image.src = url;
+        await image.decode();
+        const small = document.createElement("canvas");
+        [small.width, small.height] = [Math.ceil((width - l - r) / 4), Math.ceil((height - t - b) / 4)];
+        const pen = small.getContext("2d");
+        pen.fillStyle = Theme.color("card");
+        pen.fillRect(0, 0, small.width, small.height);
+        pen.drawImage(image, l, t, width - l - r, height - t - b, 0, 0, small.width, small.height);
+        return pen.getImageData(0, 0, small.width, small.height).data;
+    };
+    const drawn = await Plotly.toImage(place, { format: "png", width, height, scale: 1 });
+    const [one, other] = [await pixels(sketched), await pixels(drawn)];
+    let different = 0;
+    for (let i = 0; i < one.length; i += 4) {
+        different += [0, 1, 2].some((c) => Math.abs(one[i + c] - other[i + c]) > 48);
+    }
+    return different / (one.length / 4);
+}"""
+
+
+@pytest.mark.parametrize("view", ["view=overview", "view=layer&run=0&layer=5&step=80", "view=compare&a=1&b=0"])
+def test_sketches_look_like_what_plotly_draws(look: Looker, address: str, view: str) -> None:
+    look.open(f"{address}#{view}")
+    sketched = look.page.evaluate("""() => [...document.querySelectorAll("section:not([hidden]) canvas.sketch")]
+        .map((canvas) => [canvas.parentElement.id, canvas.toDataURL()])""")
+    assert len(sketched) >= 5
+    look.point()
+    found = {figure: look.page.evaluate(DIFFERENCE, [figure, picture]) for figure, picture in sketched}
+    assert {figure: share for figure, share in found.items() if share > 0.03} == {}, found
 
 
 def test_drill_down_shows_loads_replicas_and_traffic_of_the_trace(look: Looker, address: str, runs: Runs) -> None:
@@ -262,6 +355,7 @@ def test_pictures_of_every_view_look_different_and_fill_the_page(
     taken = []
     for view in ("view=overview&run=0", "view=layer&run=0&layer=5&step=80", "view=compare&a=1&b=0"):
         look.go(view)
+        look.point()
         assert look.page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
         empty = look.page.locator("section:not([hidden]) .chart:not(.js-plotly-plot)").count()
         assert empty == 0

@@ -56,6 +56,12 @@ IMPOSSIBLE = {
         "train.sequence_length=64 model.max_position_embeddings=32",
         ["sequence_length is 64", "max_position_embeddings 32"],
     ),
+    "planner": (
+        2,
+        "parallel.ep_size=2 balance.planner=nope",
+        ["no planner 'nope'", "exact_load", "my_file.py:function"],
+    ),
+    "no profiled rank": (1, "profiler.ranks=[]", ["profiler.ranks", "of length >= 1"]),
     "local dispatcher": (2, "parallel.ep_size=2 parallel.dispatcher=local", ["'local'", "ep_size is 2", "all_to_all"]),
 }
 

@@ -18,6 +18,11 @@ BAD = {
     "no modes": ("--modes ,", "--modes is empty"),
     "a workload": ("--workloads hot", "no workload 'hot'"),
     "an imbalance": ("--workloads hot_rank --imbalance 2.5", "can have 1 to 2"),
+    "an imbalance of no workload": (
+        "--imbalance 99",
+        "--imbalance is 99.0; the largest over the mean of 2 ranks' loads",
+    ),
+    "a planner": ("--balance.planner nope", "no planner 'nope'"),
     "slots": ("--slots 0", "--slots is '0'"),
     "slots in words": ("--slots many", "expected a whole number from 1, or `advise`"),
     "one rank": ("--parallel.ep_size 1", "parallel.ep_size is 1"),

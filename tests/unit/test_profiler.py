@@ -47,8 +47,10 @@ def test_windows_begin_a_step_ahead_to_warm_up(settings: dict[str, int], begins:
     assert [step for step in range(1, 60) if config.window_at(step)] == begins
 
 
-@pytest.mark.parametrize("settings", [{"first_step": 1}, {"steps": 0}, {"every": 3, "steps": 3}, {"windows": 0}])
-def test_impossible_schedules_are_refused(settings: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"first_step": 1}, {"steps": 0}, {"every": 3, "steps": 3}, {"windows": 0}, {"ranks": ()}]
+)
+def test_impossible_schedules_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ProfilerConfig(**settings)
 

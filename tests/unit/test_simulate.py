@@ -60,6 +60,8 @@ def test_each_part_of_the_cost_waits_for_the_slowest_rank() -> None:
     assert cost(MACHINE).total.tolist() == [7.0]
     tiled = Hardware("", "", flops_per_s=EXPERT.flop_per_row, tile_rows=4, expert_s=10.0)
     assert cost(tiled).experts.tolist() == [8 + 4 + 20.0], "5 and 2 rows are 8 and 4, in two experts"
+    shared = Hardware("", "", flops_per_s=EXPERT.flop_per_row, shared_flops_per_s=EXPERT.flop_per_row / 2)
+    assert cost(shared).experts.tolist() == [7 + 2 * 5.0], "the ranks' mean of 3 and 7 rows, at half the rate"
     bytes_per_row = EXPERT.row_bytes
     linked = Hardware("", "", 1e30, link_bytes_per_s=bytes_per_row, far_bytes_per_s=bytes_per_row / 10, exchange_s=0.5)
     assert cost(linked).exchange.tolist() == [0.5 + 4 * (4 + 2 * 10)], "full duplex: the larger of out and in"

@@ -90,6 +90,11 @@ class Study:
         for mode in self.modes:
             if mode not in (OFF, ON, FORCED):
                 planner_maker(mode)
+        if self.workloads == ("all",) and self.imbalance > axes.ep:
+            raise ConfigError(
+                f"--imbalance is {self.imbalance}; the largest over the mean of {axes.ep} ranks' loads is at most "
+                f"{axes.ep}: choose 1 to {axes.ep}"
+            )
         for name in self.all_workloads:
             if name != NATURAL:
                 self.workload(name, config, axes.ep)

@@ -17,9 +17,9 @@ from equipoise.train.load import load_config, split_recipe
     help=(
         "Measure the rates that `equipoise simulate --hardware FILE` computes with.\n\n"
         "Times training steps of RECIPE (with one microbatch, random tokens and a learning rate of 0) under loads that "
-        "are laid down: no rows at all, even ones, a hot rank, few experts, rows that stay or all leave, with and "
-        "without replicas. The rates that explain these times best are written. They hold for this machine, these "
-        "ranks and, as to the rest of a step, this model.\n\n"
+        "are laid down: no rows at all, even ones, a rank with few tokens, a hot rank, few experts, rows that stay or "
+        "all leave, with and without replicas. The rates that explain these times best are written. They hold for this "
+        "machine, these ranks and, as to the rest of a step, this model.\n\n"
         "\b\nExample:\n"
         "  equipoise bench calibrate demo --nproc-per-node 2 --out laptop.json\n"
         "  equipoise simulate runs/demo --hardware laptop.json"

@@ -81,9 +81,10 @@ def calibration_loads(num_ranks: int, num_experts: int, top_k: int) -> list[Load
     P, E, K = num_ranks, num_experts, top_k
     M = E // P
 
-    def one(name: str, mode: str, shares: Sequence[Sequence[float]], token_share: float = 1.0) -> Load:
-        ranks = [SyntheticRouting(tuple(shares[p]), K, P, p, token_share) for p in range(P)]
-        return Load(name, mode, [ranks])
+    def one(name: str, mode: str, shares: Sequence[Sequence[float]], first: float = 1.0, last: float = 1.0) -> Load:
+        """`first`, `last`: share of real tokens of all ranks but the last, and of the last."""
+        parts = [first] * (P - 1) + [last]
+        return Load(name, mode, [[SyntheticRouting(tuple(shares[p]), K, P, p, parts[p]) for p in range(P)]])
 
     def same(rank_shares: Sequence[float], used: int = M) -> list[list[float]]:
         """Every source alike: a rank's share over the first `used` of its experts."""
@@ -97,8 +98,9 @@ def calibration_loads(num_ranks: int, num_experts: int, top_k: int) -> list[Load
     mild, strong = 1 + 0.3 * (largest - 1), 1 + 0.7 * (largest - 1)
     loads = [
         one(REFERENCE, OFF, same(even)),
-        one("no rows", OFF, same(even), token_share=0.0),
-        one("half the rows", OFF, same(even), token_share=0.5),
+        one("no rows", OFF, same(even), 0.0, 0.0),
+        one("half the rows", OFF, same(even), 0.5, 0.5),
+        one("few tokens of the last rank", OFF, same(even), last=0.25),
         one("hot rank, mild", OFF, same(hot(mild))),
         one("hot rank, strong", OFF, same(hot(strong))),
         one("even, planned", ON, same(even)),
@@ -184,10 +186,11 @@ def fit_hardware(
         table = np.array([features(load, config, tokens, hardware, expert).mean(0) for load in loads])
         scale = np.maximum(table.max(0), 1e-300)
         weights, _ = nnls(table / scale / times[:, None], np.ones(len(loads)))
-        flops, expert_s, source_rate, link, balance, copy, rest = weights / scale
+        flops, shared, expert_s, source_rate, link, balance, copy, rest = weights / scale
         hardware = replace(
             base,
             flops_per_s=_rate(flops),
+            shared_flops_per_s=_rate(shared),
             expert_s=float(expert_s),
             source_bytes_per_s=_rate(source_rate),
             link_bytes_per_s=_rate(link),
@@ -213,14 +216,15 @@ def features(load: Load, config: TrainConfig, tokens: int, hardware: Hardware, e
     """[steps, X]: what the rates are multiplied with, in the order of `fit_hardware`."""
     work = layer_work(hardware, expert, plan_block(*_planned(load, config, tokens)))
     moved, copied = work.near_bytes + work.far_bytes, work.copies * expert.copy_bytes
-    table = np.stack([work.flop, work.active, work.source_bytes, moved, work.planned, copied], 1)
+    table = np.stack([work.flop, work.mean_flop, work.active, work.source_bytes, moved, work.planned, copied], 1)
     return np.concatenate([num_moe_layers(config) * table, np.ones((len(table), 1))], 1)
 
 
 def predict(load: Load, config: TrainConfig, tokens: int, hardware: Hardware) -> float:
     """Seconds of a load's step, the mean over its steps."""
     rates = [
-        *(1 / hardware.flops_per_s, hardware.expert_s, 1 / hardware.source_bytes_per_s, 1 / hardware.link_bytes_per_s),
+        *(1 / hardware.flops_per_s, 1 / hardware.shared_flops_per_s, hardware.expert_s),
+        *(1 / hardware.source_bytes_per_s, 1 / hardware.link_bytes_per_s),
         *(hardware.balance_s, 1 / hardware.copy_bytes_per_s, hardware.rest_s),
     ]
     return float((features(load, config, tokens, hardware, expert_size(config)) @ np.array(rates)).mean())

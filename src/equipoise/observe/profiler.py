@@ -42,7 +42,7 @@ class ProfilerConfig(Config):
     """Steps from the start of one window to that of the next; 0 profiles one window only."""
     windows: PositiveInt = 4
     """Windows at most."""
-    ranks: tuple[int, ...] = (0,)
+    ranks: tuple[int, ...] = Field((0,), min_length=1)
     """Ranks that are profiled, each into files of its own."""
     shapes: bool = False
     """Record the shapes of every operation's inputs."""

@@ -1,6 +1,7 @@
 """The cost model: seconds of a MoE layer's forward and backward under a plan, from rows and the machine's rates.
 
     layer = exchange_s + max over ranks (own rows packed) + max (rows computed) + max (rows moved)
+            + mean (rows computed), where ranks share a processor
             + balancing on: balance_s + exposed share of max (copies)
 
 Every rank of an EP group waits for the slowest in each part, hence the sum of maxima. Hidden work, as that of shared
@@ -37,11 +38,13 @@ class LayerRows:
 class LayerWork:
     """The work of the slowest rank in each part, [B]: what rates and fixed times are multiplied with.
 
-    flop: of rows in whole tiles; active: experts with rows, on that rank. source_bytes: of its own rows, each once.
+    flop: of rows in whole tiles; active: experts with rows, on that rank. mean_flop: of all ranks. source_bytes: of its
+    own rows, each once.
     near_bytes, far_bytes: rows moved in four exchanges. planned: 1 with balancing on. copies: of the busiest rank.
     """
 
     flop: np.ndarray
+    mean_flop: np.ndarray
     active: np.ndarray
     source_bytes: np.ndarray
     near_bytes: np.ndarray
@@ -78,6 +81,7 @@ def layer_work(hardware: Hardware, expert: ExpertSize, rows: LayerRows) -> Layer
     at = np.arange(len(flop_BP))
     return LayerWork(
         flop_BP[at, slowest_B],
+        flop_BP.mean(1),
         active_BP[at, slowest_B],
         rows.sent_BP.max(1) * float(expert.row_bytes),
         moved_BPX[at, furthest_B, 0],
@@ -92,7 +96,9 @@ def layer_cost(hardware: Hardware, expert: ExpertSize, rows: LayerRows) -> Layer
     work = layer_work(hardware, expert, rows)
     copy_s = hardware.copy_exposed * (hardware.copy_s + expert.copy_bytes / hardware.copy_bytes_per_s)
     return LayerCost(
-        experts=work.flop / hardware.flops_per_s + work.active * hardware.expert_s,
+        experts=work.flop / hardware.flops_per_s
+        + work.mean_flop / hardware.shared_flops_per_s
+        + work.active * hardware.expert_s,
         exchange=hardware.exchange_s
         + work.near_bytes / hardware.link_bytes_per_s
         + work.far_bytes / hardware.far_bytes_per_s,

@@ -63,8 +63,9 @@ class Hardware:
     """Times of one rank; all of forward and backward together, per MoE layer and microbatch where nothing else is said.
 
     name: of the machine. source: how the numbers were found.
-    flops_per_s: rate of the experts' products. expert_s: fixed time of each expert that has rows. tile_rows: rows of an
-        expert are computed in multiples of this.
+    flops_per_s: rate of the experts' products. shared_flops_per_s: where ranks share a processor's cores or memory, and
+        so slow each other, the mean work of the ranks takes its time at this rate on top. expert_s: fixed time of each
+        expert that has rows. tile_rows: rows of an expert are computed in multiples of this.
     source_bytes_per_s: rate at which a rank orders, packs and sums up its own tokens' rows, each counted once.
     exchange_s: fixed time of a layer's four exchanges of rows. link_bytes_per_s: rate between ranks of a domain,
         far_bytes_per_s between domains. full_duplex: sending and receiving do not slow each other.
@@ -78,6 +79,7 @@ class Hardware:
     name: str
     source: str
     flops_per_s: float
+    shared_flops_per_s: float = float("inf")
     expert_s: float = 0.0
     tile_rows: int = 1
     source_bytes_per_s: float = float("inf")
@@ -93,7 +95,7 @@ class Hardware:
     measured_with: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("flops_per_s", "source_bytes_per_s", "link_bytes_per_s", "far_bytes_per_s", "copy_bytes_per_s"):
+        for name in (f.name for f in fields(self) if f.name.endswith("_per_s")):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"hardware {self.name!r}: {name} is {getattr(self, name)}; expected a positive rate")
         for name in ("expert_s", "exchange_s", "copy_s", "balance_s", "rest_s"):

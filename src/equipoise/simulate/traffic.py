@@ -45,16 +45,26 @@ def _traffic(load_BPE, slots_BS, quota_BI, domain, out_BPX, in_BPX):
             if expert >= 0:
                 next_S[slot] = first_E[expert]
                 first_E[expert] = slot
+        for p in range(P):  # as if all rows went home
+            for home in range(P):
+                if p == home:
+                    continue
+                rows = np.int64(0)
+                for expert in range(home * M, (home + 1) * M):
+                    rows += load_BPE[b, p, expert]
+                far = 1 if p // domain != home // domain else 0
+                out_BPX[b, p, far] += rows
+                in_BPX[b, home, far] += rows
         for expert in range(E):
-            home = expert // M
-            if first_E[expert] < 0:  # all rows go home
-                for p in range(P):
-                    rows = np.int64(load_BPE[b, p, expert])
-                    if p != home:
-                        far = 1 if p // domain != home // domain else 0
-                        out_BPX[b, p, far] += rows
-                        in_BPX[b, home, far] += rows
+            if first_E[expert] < 0:
                 continue
+            home = expert // M
+            for p in range(P):
+                if p != home:
+                    rows = np.int64(load_BPE[b, p, expert])
+                    far = 1 if p // domain != home // domain else 0
+                    out_BPX[b, p, far] -= rows
+                    in_BPX[b, home, far] -= rows
             for p in range(P):
                 rest_P[p] = load_BPE[b, p, expert]
             slot = -1  # the master

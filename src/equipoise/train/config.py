@@ -177,6 +177,9 @@ def _check_balance(balance: BalanceConfig, axes: AxisSizes) -> None:
             f"balance.domain_size is {balance.domain_size}, which does not divide parallel.ep_size {axes.ep}: choose "
             f"one of {[d for d in range(1, axes.ep + 1) if axes.ep % d == 0]}, or 0 for no limit"
         )
+    from equipoise.balance.registry import planner_maker  # the package is imported only when balancing is on
+
+    planner_maker(balance.planner)
     if balance.transport == "symmetric" and balance.planner != "exact_load":
         raise ConfigError(
             f"balance.transport is 'symmetric' but balance.planner is {balance.planner!r}, which plans on the host: "

@@ -10,7 +10,7 @@ from typing import Any
 from equipoise.errors import ConfigError
 
 STATIC = Path(__file__).parent / "static"
-SCRIPTS = ("format.js", "theme.js", "charts.js", "overview.js", "layer.js", "compare.js", "app.js")
+SCRIPTS = ("format.js", "theme.js", "sketch.js", "charts.js", "overview.js", "layer.js", "compare.js", "app.js")
 """In the order in which the page needs them."""
 
 
@@ -46,23 +46,25 @@ def script_source() -> str:
 
 
 def served_page() -> str:
-    """The page that asks a server for its data. It loads plotly's script by itself, beside its first data."""
-    return _page('<link rel="preload" href="plotly.js" as="script">', f"<script>{own_script()}</script>")
+    """The page that asks a server for its data, and for plotly's script when somebody points at a figure."""
+    return _page(f"<script>{own_script()}</script>")
 
 
 def whole_page(data: dict[str, Any]) -> str:
-    """The page in one file with all of its data: {request: answer}."""
+    """The page in one file with all of its data: {request: answer}. Plotly's script starts when it is needed."""
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    plotly = _inside(plotly_script().read_text(encoding="utf-8"))
+    plotly = (
+        f'<script type="text/plain" id="plotly-script">{_inside(plotly_script().read_text(encoding="utf-8"))}</script>'
+    )
     data_script = f'<script type="application/json" id="embedded">{embedded}</script>'
-    return _page("", f"{data_script}\n<script>{plotly}</script>\n<script>{own_script()}</script>")
+    return _page(f"{data_script}\n{plotly}\n<script>{own_script()}</script>")
 
 
 def _inside(script: str) -> str:
     return script.replace("</script", "<\\/script")
 
 
-def _page(head: str, scripts: str) -> str:
+def _page(scripts: str) -> str:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     style = (STATIC / "style.css").read_text(encoding="utf-8")
-    return page.replace("<!-- head -->", f"<style>{style}</style>\n{head}").replace("<!-- scripts -->", scripts)
+    return page.replace("<!-- head -->", f"<style>{style}</style>").replace("<!-- scripts -->", scripts)

@@ -2,8 +2,7 @@
 "use strict";
 
 const REFRESH_MS = 3000;
-const PLOTLY_WAITS_MS = 100; // for the numbers to be shown first, if they come soon
-const App = { runs: [], turn: 0, overviews: {} };
+const App = { runs: [], turn: 0, overviews: {}, isSameView: false };
 
 function state() {
   const found = Object.fromEntries(new URLSearchParams(window.location.hash.slice(1)));
@@ -30,7 +29,8 @@ function problem(text) {
   byId("problem").textContent = text || "";
 }
 
-async function render() {
+// `isSameView`: with newer data.
+async function render(isSameView = false) {
   const turn = ++App.turn;
   const s = state();
   const run = App.runs[s.run];
@@ -65,9 +65,10 @@ async function render() {
   if (turn !== App.turn) return; // something else was asked for meanwhile
   problem(run.problem);
   for (const section of document.querySelectorAll("main > section")) section.hidden = section.id !== s.view;
+  App.isSameView = isSameView;
   show();
-  await Promise.all(Drawing.splice(0));
   document.body.dataset.drawn = String(Number(document.body.dataset.drawn || 0) + 1);
+  takeOver();
 }
 
 async function worstLayer(run) {
@@ -84,18 +85,16 @@ async function lookForNews(early = null) {
     if (overview) App.overviews[state().run] = overview;
     const changed = JSON.stringify(App.runs.map((run) => [run.version, run.problem])) !== before;
     byId("status").textContent = EMBEDDED ? "exported" : `live · ${new Date().toLocaleTimeString()}`;
-    if (changed) render();
+    if (changed) render(true);
   } catch (error) {
     byId("status").textContent = "the server does not answer";
   }
 }
 
 async function start() {
-  Theme.start(render);
+  Theme.start(() => render());
   const { view, run } = Object.fromEntries(new URLSearchParams(window.location.hash.slice(1)));
   const first = lookForNews(view === undefined || view === "overview" ? ask("overview", { run: run || 0 }) : null);
-  await Promise.race([first, new Promise((resolve) => { setTimeout(resolve, PLOTLY_WAITS_MS); })]);
-  loadPlotly();
   await first;
   byId("run").replaceChildren(...App.runs.map((run, i) => make("option", { value: String(i), textContent: run.name })));
   byId("run").value = String(state().run);
@@ -109,7 +108,7 @@ async function start() {
     const { a, b } = Object.fromEntries(new FormData(event.currentTarget));
     window.location.hash = address({ view: "compare", run: state().run, a, b });
   });
-  window.addEventListener("hashchange", render);
+  window.addEventListener("hashchange", () => render());
   if (!EMBEDDED) setInterval(() => { if (!document.hidden) lookForNews(); }, REFRESH_MS);
 }
 

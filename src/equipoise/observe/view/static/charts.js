@@ -1,17 +1,53 @@
 // Figures: what all of them share, and the kinds that the page needs.
 "use strict";
 
-const Drawing = []; // promises of what is being drawn
+// Plotly's script takes a second to start, so it waits until somebody points at a figure. And it takes half a second to
+// draw a view. So figures are sketched first, and plotly takes them over one by one.
+let plotlyAsked = false;
+const CALM_MS = 150;
 
-// Plotly's script takes a second to start, so numbers are shown and data is asked for before that.
-let startPlotly;
-const PlotlyReady = new Promise((resolve) => { startPlotly = resolve; });
-if (window.Plotly) startPlotly();
+function pause(ms) { return new Promise((resolve) => { setTimeout(resolve, ms); }); }
 
 function loadPlotly() {
-  if (window.Plotly) return;
-  document.head.append(make("script", { src: "plotly.js", onload: startPlotly }));
+  if (plotlyAsked) return;
+  plotlyAsked = true;
+  const inside = byId("plotly-script"); // of an exported file
+  if (!inside) return document.head.append(make("script", { src: "plotly.js", onload: takeOver, onerror: () => { plotlyAsked = false; } }));
+  document.head.append(make("script", { textContent: inside.textContent }));
+  takeOver();
 }
+
+async function takeOver() {
+  const turn = App.turn;
+  if (!window.Plotly) return;
+  await pause(CALM_MS); // the sketches are painted, and who turns over steps quickly is not held up
+  for (const place of document.querySelectorAll("section:not([hidden]) .chart")) {
+    if (!place.figure || place.figure === place.taken) continue;
+    await pause(0); // whatever the user does comes first
+    if (turn !== App.turn) return;
+    const figure = place.figure;
+    const [traces, arrangement, onClick] = figure;
+    await Plotly.react(place, traces, arrangement, CONFIG);
+    if (figure !== place.figure) return;
+    place.removeAllListeners("plotly_click");
+    if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
+    place.taken = figure;
+    clearAway(place);
+  }
+  if (turn === App.turn) document.body.dataset.interactive = document.body.dataset.drawn;
+}
+
+function clearAway(place) { for (const old of place.querySelectorAll(":scope > .sketch, :scope > .empty")) old.remove(); }
+
+document.addEventListener("pointerover", (event) => { if (event.target.closest(".chart")) loadPlotly(); });
+
+const Resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const canvas = target.querySelector("canvas.sketch");
+    const width = Math.round(target.clientWidth * (window.devicePixelRatio || 1));
+    if (canvas && width && canvas.width !== width) sketch(target, ...target.figure);
+  }
+});
 
 const CONFIG = { responsive: true, displaylogo: false, displayModeBar: "hover",
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
@@ -34,24 +70,30 @@ function layout(x, y, more = {}, margin = {}) {
     hoverlabel: { bgcolor: Theme.color("card"), bordercolor: Theme.color("line"), font: { color: Theme.color("text") } }, ...more };
 }
 
-// Draws, or says why there is nothing to draw. `onClick` gets the point that was clicked.
+// Draws, or says why there is nothing to draw. `onClick` gets the point that was clicked. What plotly shows of the same
+// view is left to it, since it may be zoomed.
 function draw(id, traces, arrangement, onClick) {
-  Drawing.push(PlotlyReady.then(async () => {
-    const place = byId(id);
-    const note = place.querySelector(".empty");
-    if (note) note.remove();
-    await Plotly.react(place, traces, arrangement, CONFIG);
-    place.removeAllListeners("plotly_click");
-    if (onClick) place.on("plotly_click", (event) => onClick(event.points[0]));
-  }));
+  const place = byId(id);
+  place.figure = [traces, arrangement, onClick];
+  if (place.taken && App.isSameView) return;
+  sketch(place, ...place.figure);
+  Resized.observe(place);
 }
 
 function drawNothing(id, reason) {
-  Drawing.push(PlotlyReady.then(() => {
-    const place = byId(id);
-    if (place.data) Plotly.purge(place);
-    place.replaceChildren(make("p", { className: "empty", textContent: reason }));
-  }));
+  const place = byId(id);
+  if (place.data) Plotly.purge(place);
+  place.figure = place.taken = null;
+  place.replaceChildren(make("p", { className: "empty", textContent: reason }));
+}
+
+// Of the values of all series, with some room. Ranges are always given, so that sketches and plotly agree.
+function valueRange(traces, fromZero = false) {
+  const values = traces.flatMap((trace) => trace.y).filter((y) => y !== null && y !== undefined);
+  if (!values.length) return [0, 1];
+  const [low, high] = [fromZero ? 0 : Math.min(...values), Math.max(...values)];
+  const room = 0.06 * (high - low) || 0.5 * Math.abs(high) || 0.5;
+  return [fromZero ? 0 : low - room, high + room];
 }
 
 // Names of series may hold anything that a folder's name may.
@@ -110,6 +152,10 @@ function stack(pieces, numRanks, mastersPerRank, top, axes) {
 
 function rankAxis(title, numRanks, more = {}) {
   return axis(title, { range: [-0.6, numRanks - 0.4], ...(numRanks <= 16 ? { dtick: 1 } : {}), ...more });
+}
+
+function layerAxis(numLayers) {
+  return axis("MoE layer", { range: [-0.5, numLayers - 0.5], showgrid: false, ...(numLayers <= 20 ? { dtick: 1 } : {}) });
 }
 
 // A square of rows by [y rank, x rank], with its numbers where there is room for them.

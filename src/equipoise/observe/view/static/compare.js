@@ -33,12 +33,12 @@ function showCompare(runs, chosen, data) {
   const names = { a: `A: ${runs[chosen.a].name}`, b: `B: ${runs[chosen.b].name}` };
   const series = (field) => ["a", "b"].map((side) => [names[side], data[side].curves, field, Theme.color(side), DASH[side]]);
   showCurve("compare-loss", series("loss"), "nats per token");
-  showCurve("compare-throughput", series("tokens_per_second"), "tokens/s", null, { rangemode: "tozero" });
+  showCurve("compare-throughput", series("tokens_per_second"), "tokens/s", null, true);
   for (const which of ["before", "after"]) {
     const known = ["a", "b"].filter((side) => data[side].imbalance && data[side].imbalance[which]);
     const traces = known.map((side) => line(names[side], data[side].imbalance.step, data[side].imbalance[which], Theme.color(side), DASH[side]));
     if (!traces.length) drawNothing(`compare-${which}`, "Not recorded in either run.");
-    else draw(`compare-${which}`, traces, layout(stepAxis(traces), axis(RATIO), { showlegend: true }));
+    else draw(`compare-${which}`, traces, layout(stepAxis(traces), axis(RATIO, { range: valueRange(traces) }), { showlegend: true }));
   }
   showCompareLayers(names, data);
 }
@@ -57,6 +57,6 @@ function showCompareLayers(names, data) {
   }
   if (!traces.length) return drawNothing("compare-layers", "No load of single layers is recorded.");
   const highest = Math.max(1.1, ...traces.flatMap((t) => t.customdata.filter((v) => v !== null)));
-  return draw("compare-layers", traces, layout(axis("MoE layer", { showgrid: false, dtick: traces[0].x.length <= 20 ? 1 : undefined }),
+  return draw("compare-layers", traces, layout(layerAxis(Math.max(...traces.map((t) => t.x.length))),
     axis(RATIO, { range: [1, 1 + 1.08 * (highest - 1)] }), { barmode: "group", bargap: 0.25, showlegend: true }));
 }

@@ -100,10 +100,11 @@ function showPhases(data) {
   if (!data.phases) return drawNothing("phases", "The time of phases was not recorded.");
   const colors = { router: "#8d99ae", balance: "#c879b2", dispatch: "#e9a23b", experts: "#2f8fc4", combine: "#57a773" };
   const ranks = data.phases.seconds.map((_, rank) => rank);
+  const longest = largestOf(data.phases.seconds.map((row) => 1e3 * row.reduce((a, b) => a + (b || 0), 0)));
   const traces = data.phases.names.map((name, i) => ({ type: "bar", orientation: "h", name, y: ranks,
     x: data.phases.seconds.map((row) => (row[i] === null ? 0 : 1e3 * row[i])), marker: { color: colors[name] || "#888" },
     hovertemplate: `rank %{y}, ${name}: %{x:.3f} ms<extra></extra>` }));
-  return draw("phases", traces, layout(axis("ms"), rankAxis("rank", ranks.length, { range: [ranks.length - 0.4, -0.6], showgrid: false }),
+  return draw("phases", traces, layout(axis("ms", { range: [0, 1.05 * longest || 1] }), rankAxis("rank", ranks.length, { range: [ranks.length - 0.4, -0.6], showgrid: false }),
     { barmode: "stack", showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", traceorder: "normal" } }));
 }
 
@@ -114,7 +115,7 @@ function showLayers(data, goTo) {
     hovertemplate: `layer %{x}, ${name}: %{customdata:.3f}<extra></extra>` });
   const highest = Math.max(1.1, ...data.layers.before.filter((v) => v !== null));
   draw("layers", [bars("before", data.layers.before, Theme.color("before")), bars("after", data.layers.after, Theme.color("after"))],
-    layout(axis("MoE layer", { showgrid: false, ...(layers.length <= 12 ? { dtick: 1 } : {}) }),
+    layout(layerAxis(layers.length),
       axis(RATIO, { range: [1, 1 + 1.08 * (highest - 1)] }), { barmode: "group", bargap: 0.25, showlegend: true }),
     (point) => { window.location.hash = goTo({ ...place(data), layer: point.x, step: data.step }); });
 }

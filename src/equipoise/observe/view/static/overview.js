@@ -32,7 +32,7 @@ function showOverview(run, data, goTo) {
   ]);
   const curves = data.curves;
   showCurve("loss", [["training", curves, "loss", Theme.color("after")]], "nats per token", curves.eval_loss);
-  showCurve("throughput", [["tokens/s", curves, "tokens_per_second", Theme.color("after")]], "tokens/s", null, { rangemode: "tozero" });
+  showCurve("throughput", [["tokens/s", curves, "tokens_per_second", Theme.color("after")]], "tokens/s", null, true);
   showImbalance(data.imbalance);
   showHeat("heat-before", data.heat, "before", goTo);
   showHeat("heat-after", data.heat, "after", goTo);
@@ -44,14 +44,14 @@ function showOverview(run, data, goTo) {
 }
 
 // Series of [name, curves, field, colour, style]; held-out loss as marks.
-function showCurve(id, series, title, held = null, more = {}) {
+function showCurve(id, series, title, held = null, fromZero = false) {
   const traces = series.filter(([, curves, field]) => curves[field]).map(([name, curves, field, color, style]) =>
     line(name, curves.step, curves[field], color, style));
   if (held && held.step.length) {
     traces.push({ ...line("held out", held.step, held.value, Theme.color("before"), { mode: "lines+markers", width: 1, dash: "dot" }) });
   }
   if (!traces.length) return drawNothing(id, "Not recorded in this run.");
-  return draw(id, traces, layout(stepAxis(traces), axis(title, more), { showlegend: traces.length > 1 }));
+  return draw(id, traces, layout(stepAxis(traces), axis(title, { range: valueRange(traces, fromZero) }), { showlegend: traces.length > 1 }));
 }
 
 function showImbalance(data) {
@@ -68,7 +68,7 @@ function showImbalance(data) {
     traces.push(line("after: worst layer", data.step, data.worst_after, after, { dash: "dot", width: 1.2, opacity: 0.75 }),
       line("after: mean of layers", data.step, data.after, after));
   }
-  return draw("imbalance", traces, layout(stepAxis(traces), axis(RATIO),
+  return draw("imbalance", traces, layout(stepAxis(traces), axis(RATIO, { range: valueRange(traces) }),
     { showlegend: true }));
 }
 
@@ -81,8 +81,9 @@ function showHeat(id, heat, which, goTo) {
   const trace = { type: "heatmap", x: heat.step, y: layers, z: heat[which], text: spans, zmin: 1, zmax: largest, colorscale: Theme.imbalanceScale(),
     colorbar: { thickness: 10, outlinewidth: 0, title: { text: RATIO, side: "right" } },
     hovertemplate: "layer %{y}, step %{text}<br>%{z:.3f}<extra></extra>" };
-  return draw(id, [trace], layout(axis("optimizer step", { showgrid: false }),
-    axis("MoE layer", { showgrid: false, autorange: "reversed", ...(layers.length <= 12 ? { dtick: 1 } : {}) }), {}, { r: 84 }),
+  const edges = edgesOf(heat.step);
+  return draw(id, [trace], layout(axis("optimizer step", { showgrid: false, range: [edges[0], edges[edges.length - 1]] }),
+    axis("MoE layer", { showgrid: false, range: [layers.length - 0.5, -0.5], ...(layers.length <= 12 ? { dtick: 1 } : {}) }), {}, { r: 84 }),
     (point) => {
       const column = heat.step.indexOf(point.x);
       window.location.hash = goTo({ layer: point.y, step: heat.worst_step[point.y][column] });
