@@ -10,6 +10,7 @@ trainer rank offers only its own experts, and ranks whose buckets are fewer offe
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class ColocatedUpdate(WeightUpdate):
     _data: "Segment | None" = None
     _counts: "Segment | None" = None
     _room: torch.Tensor | None = None
-    _exported: Any = None
+    _exported: dict[str, Any] | None = None
+    _steps: Sequence[list[int]] = ()
+    """For each step the bucket of every trainer rank: the same for all, or each its own, or empty."""
 
     @property
     def extra_bytes(self) -> int:
@@ -74,6 +77,7 @@ class ColocatedUpdate(WeightUpdate):
             if self._room is None:
                 assert self._data is not None
                 self._room = self._data.tensor
+            self._exported = self.accelerator.share_memory(self._room) if self._data is None else self._data.handle()
             self._counts = Segment(8 * (TAKEN + sum(info.num_ranks for info in self.infos)))
 
         self._together(make)
@@ -84,11 +88,10 @@ class ColocatedUpdate(WeightUpdate):
         for segment in (self._data, self._counts):
             if segment is not None:
                 segment.close()
-        self._data = self._counts = self._room = None
+        self._data = self._counts = self._room = self._exported = None
         self.accelerator.ipc_collect()
 
-    def _steps(self) -> list[list[int]]:
-        """For each step the bucket of every trainer rank: the same for all, or each its own, or empty."""
+    def _plan(self) -> None:
         shared, local = [], [list[int]() for _ in range(self.num_ranks)]
         owners = {name: rank for rank, names in enumerate(self._order()[1:]) for name in names}
         for index, bucket in enumerate(self.packer.buckets):
@@ -99,15 +102,16 @@ class ColocatedUpdate(WeightUpdate):
                 local[owner].append(index)
         longest = max(map(len, local))
         padded = [indices + [EMPTY] * (longest - len(indices)) for indices in local]
-        return shared + [list(row) for row in zip(*padded)]
+        self._steps = shared + [list(row) for row in zip(*padded)]
 
     def _move(self, manifest: Manifest, phases: Phases) -> dict[int, torch.Tensor]:
         assert self._room is not None
         assert self._counts is not None
-        steps = self._steps()
+        steps = self._steps
         counts = self._counts.tensor.view(torch.int64)
         counts.zero_()
-        offers, readers = self._offers([row[self.rank] for row in steps])
+        with phases.host("share"):
+            offers, readers = self._offers([row[self.rank] for row in steps])
         root = None if self.rank == 0 else Reader(offers[0][0]["counts"])
         calls = []
         if self.rank == 0:
@@ -140,7 +144,8 @@ class ColocatedUpdate(WeightUpdate):
                 step(number)
             wait_for(len(steps))
             with phases.host("wire"):
-                self._finish_calls(calls)
+                for seconds in self._finish_calls(calls):
+                    phases.add_engine(seconds)
 
         try:
             for number in range(num_shared):
@@ -171,14 +176,8 @@ class ColocatedUpdate(WeightUpdate):
         assert self._counts is not None
         readers = range(sum(info.num_ranks for info in self.infos))
         own = [reader for reader in readers if reader % self.num_ranks == self.rank]
-        room: list[Any] = [None] * len(own)
-        if self._data is None:
-            assert self._room is not None
-            room = [self.accelerator.share_memory(self._room) for _ in own]  # each export is opened once
-        else:
-            room = [self._data.handle()] * len(own)
-        base = {"counts": self._counts.handle(), "slot_bytes": self._slot_bytes, "buckets": mine}
-        offers = [[reader, {**base, "memory": memory, "reader": reader}] for reader, memory in zip(own, room)]
+        base = {"memory": self._exported, "counts": self._counts.handle(), "slot_bytes": self._slot_bytes}
+        offers = [[reader, {**base, "buckets": mine, "reader": reader}] for reader in own]
         by_reader = {reader: offer for rank in self._gather(offers) for reader, offer in rank}
         found, first = [], 0
         for info in self.infos:

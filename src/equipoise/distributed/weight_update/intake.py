@@ -16,11 +16,10 @@ from equipoise.accelerator import Accelerator
 from equipoise.config import Config
 from equipoise.distributed.weight_update.colocated import EMPTY, NUM_SLOTS, READY, RUNNING, STATE, TAKEN
 from equipoise.distributed.weight_update.group import UpdateGroup
+from equipoise.distributed.weight_update.polling import rest
 from equipoise.distributed.weight_update.receiver import WeightReceiver
 from equipoise.distributed.weight_update.shared_memory import Reader
 from equipoise.errors import WeightUpdateError
-
-POLL_S = 5e-5
 
 
 class Offer(Config):
@@ -60,7 +59,8 @@ class Intake:
     def take_broadcasts(
         self, group: UpdateGroup, indices: Sequence[int], stopped: Callable[[], bool]
     ) -> dict[str, float]:
-        """Receives buckets in this order; the next one arrives while one is put in place. Returns seconds."""
+        """Receives buckets in this order; the next one arrives while one is put in place. Returns seconds: waiting for
+        the network, and the whole."""
         manifest = self._manifest(indices)
         size = -(-max((manifest.buckets[i].num_bytes for i in indices), default=0) // 256) * 256
         started = time.perf_counter()
@@ -72,9 +72,11 @@ class Intake:
                 data = room[first : first + manifest.buckets[indices[number]].num_bytes]
                 return indices[number], data, group.broadcast(data)
 
+            waited = 0.0
             under_way = [post(number) for number in range(min(NUM_SLOTS, len(indices)))]
             for number in range(len(indices)):
                 index, data, work = under_way.pop(0)
+                began = time.perf_counter()
                 self._wait(work.is_completed, stopped, f"bucket {index} of group {group.name!r} did not arrive")
                 try:
                     work.wait()
@@ -82,22 +84,26 @@ class Intake:
                     raise WeightUpdateError(
                         f"bucket {index} of group {group.name!r} did not arrive: {str(error).splitlines()[0]}"
                     ) from error
+                waited += time.perf_counter() - began
                 self.receiver.load(index, data)
                 if number + NUM_SLOTS < len(indices):
                     under_way.append(post(number + NUM_SLOTS))  # on the same stream: behind the copy out of its slot
             self.accelerator.current_stream().synchronize()
-        return {"receive": time.perf_counter() - started}
+        return {"wait": waited, "receive": time.perf_counter() - started}
 
     def take_shared(self, offer: Offer, stopped: Callable[[], bool]) -> dict[str, float]:
-        """Takes the buckets of every step as they become ready. Returns seconds."""
+        """Takes the buckets of every step as they become ready. Returns seconds: to open and close the memory, waiting
+        for the trainer, and to load (copy into place and sum)."""
         taken = [index for index in offer.buckets if index != EMPTY]
         manifest = self._manifest(taken)
         if any(manifest.buckets[index].num_bytes > offer.slot_bytes for index in taken):
             raise WeightUpdateError(f"a bucket is larger than the {offer.slot_bytes} bytes that are offered for it")
-        seconds = {"waited": 0.0, "load": 0.0}
+        seconds = {"open": 0.0, "wait": 0.0, "load": 0.0}
         with contextlib.ExitStack() as stack:
+            started = time.perf_counter()
             counts = stack.enter_context(contextlib.closing(Reader(offer.counts, write=True)))
             memory = self._open(offer, stack)
+            seconds["open"] = time.perf_counter() - started
             with self._own_stream("memory"):
                 for step, index in enumerate(offer.buckets):
                     started = time.perf_counter()
@@ -114,8 +120,11 @@ class Intake:
                         self.receiver.load(index, memory(first, manifest.buckets[index].num_bytes))
                         self.accelerator.current_stream().synchronize()
                     counts.write_number(TAKEN + offer.reader, step + 1)
-                    seconds["waited"] += ready - started
+                    seconds["wait"] += ready - started
                     seconds["load"] += time.perf_counter() - ready
+            started = time.perf_counter()
+            del memory
+            seconds["close"] = time.perf_counter() - started
         return seconds
 
     def _open(self, offer: Offer, stack: contextlib.ExitStack) -> Callable[[int, int], torch.Tensor]:
@@ -152,10 +161,10 @@ class Intake:
         return self.accelerator.use_stream(self._streams[name])
 
     def _wait(self, ready: Callable[[], bool], stopped: Callable[[], bool], what: str) -> None:
-        limit = time.monotonic() + self.deadline_s
+        started = time.monotonic()
         while not ready():
             if stopped():
                 raise WeightUpdateError(f"{what}: the update was given up")
-            if time.monotonic() > limit:
+            if time.monotonic() > started + self.deadline_s:
                 raise WeightUpdateError(f"{what} within {self.deadline_s:g} s")
-            time.sleep(POLL_S)
+            rest(started, self.device)

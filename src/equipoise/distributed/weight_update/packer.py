@@ -3,7 +3,7 @@
 A bucket whose bytes are all on one rank is filled there. Otherwise every rank puts its shards into zeros and a sum
 over the ranks brings them together (sums of integers with one term that is not zero: exact for every bit pattern), so
 that no rank ever holds more than a bucket beside its shards, whatever the sharding. Casting to the dtype of the wire
-is part of the copy into the bucket.
+is part of the copy into the bucket, and so is its checksum where one rank has all of it.
 """
 
 import math
@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.weight_update.manifest import Bucket, TensorSpec
 from equipoise.errors import WeightUpdateError
+from equipoise.kernels.checksum import add_checksum, copy_with_checksum
 
 
 class Region(NamedTuple):
@@ -113,17 +114,20 @@ class Packer:
         ranks = {rank for piece in bucket.pieces for rank in self.holders[piece.name]}
         return sorted(ranks | {0} if self._one_sender else ranks) or [0]
 
-    def pack(self, index: int, out: torch.Tensor, *, everywhere: bool = False) -> None:
+    def pack(
+        self, index: int, out: torch.Tensor, total: torch.Tensor | None = None, *, everywhere: bool = False
+    ) -> None:
         """Fills `out` (uint8, at least the bucket) on the owner, or on every rank: then, and where there are several
-        holders, every rank calls it. Puts work on the current stream."""
-        bucket, holders = self.buckets[index], self.bucket_holders(index)
+        holders, every rank calls it. Adds the bucket's checksum to `total`. Puts work on the current stream."""
+        bucket, holders, work = self.buckets[index], self.bucket_holders(index), self._work[index]
         data = out[: bucket.num_bytes]
         collective = self._group is not None and (len(holders) > 1 or everywhere)
         if collective:
             data.zero_()
+        in_one_pass = not collective and all(isinstance(copy, _Run) for copy in work)
         with torch.no_grad():
-            for copy in self._work[index]:
-                self._copy(copy, data)
+            for copy in work:
+                self._copy(copy, data, total if in_one_pass else None)
         if collective:
             words = data.view(torch.int32) if data.numel() % 4 == 0 else data
             assert self._group is not None
@@ -132,12 +136,15 @@ class Packer:
                 dist.all_reduce(words, group=group)
             else:
                 dist.reduce(words, dist.get_process_group_ranks(group)[holders[0]], group=group)
+        if total is not None and not in_one_pass:
+            for offset, size in bucket.spans(self._specs):
+                add_checksum(data[offset : offset + size], offset, total)
 
-    def _copy(self, copy: "_Copy | _Run", data: torch.Tensor) -> None:
+    def _copy(self, copy: "_Copy | _Run", data: torch.Tensor, total: torch.Tensor | None) -> None:
         local = _local(self._tensors[copy.name])
         if isinstance(copy, _Run):
             source = local.detach().view(-1)[copy.start : copy.start + copy.numel]
-            _place(data, copy.offset, copy.dtype, source.numel(), source)
+            _place(data, copy.offset, copy.dtype, source, total)
             return
         source = local.detach()[copy.source]
         end = copy.offset + math.prod(copy.rows_shape) * copy.dtype.itemsize
@@ -171,12 +178,16 @@ class Packer:
         return work
 
 
-def _place(data: torch.Tensor, offset: int, dtype: torch.dtype, numel: int, source: torch.Tensor) -> None:
-    place = data[offset : offset + numel * dtype.itemsize]
+def _place(
+    data: torch.Tensor, offset: int, dtype: torch.dtype, source: torch.Tensor, total: torch.Tensor | None
+) -> None:
+    place = data[offset : offset + source.numel() * dtype.itemsize]
     if (data.storage_offset() + offset) % dtype.itemsize:  # layouts of servers that do not align
-        place.copy_(source.to(dtype).contiguous().view(torch.uint8))
-    else:
+        source, dtype = source.to(dtype).contiguous().view(torch.uint8), torch.uint8
+    if total is None:
         place.view(dtype).copy_(source)
+    else:
+        copy_with_checksum(source, place.view(dtype), offset, total)
 
 
 def _append_run(work: "list[_Copy | _Run]", run: _Run) -> None:
