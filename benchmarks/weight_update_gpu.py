@@ -18,6 +18,7 @@ Run: python benchmarks/weight_update_gpu.py --part colocated
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 
 from equipoise.accelerator import get_accelerator
-from equipoise.distributed.weight_update import ColocatedUpdate, DistributedUpdate, Phases
+from equipoise.distributed.weight_update import ColocatedUpdate, DistributedUpdate, Phases, UpdateReport
 from equipoise.kernels.checksum import copy_with_checksum, new_totals
 from equipoise.models.config import ModelConfig
 from equipoise.serve.clients.reference import ReferenceClient
@@ -208,7 +209,7 @@ def measure(update, client: ReferenceClient, bucket_bytes: int, times: int, limi
     client._http.post("/peak")
     accelerator.reset_peak_memory()
     before = accelerator.memory().allocated - update.extra_bytes
-    reports = []
+    reports: list[UpdateReport] = []
     for number in range(times):
         if not reports or seconds_left(limit_s) > 0:
             reports.append(update.update(str(number)))
@@ -231,9 +232,10 @@ def measure(update, client: ReferenceClient, bucket_bytes: int, times: int, limi
 
 
 def colocated(
-    layers: int, buckets: list[int], times: int, dtype: torch.dtype, limit_s: float
+    layers: int, buckets: list[int], slots: list[int], times: int, dtype: torch.dtype, limit_s: float
 ) -> tuple[list[dict], dict[str, Any]]:
-    rows, accelerator = [], get_accelerator()
+    rows: list[dict[str, Any]] = []
+    accelerator = get_accelerator()
     key = "colocated" if dtype == torch.bfloat16 else f"colocated_{name_of(dtype)}"
     size = 4096 * MIB if accelerator.device_type != "cpu" else 64 * MIB
     with engine_process(layers, "bfloat16", 0) as started:
@@ -248,13 +250,16 @@ def colocated(
         model = make_trainer(layers, dtype)
         client = started()
         print(f"both sides are there after {time.monotonic() - STARTED:.1f} s", flush=True)
-        for bucket_bytes in buckets:
+        for bucket_bytes, num_slots in itertools.product(buckets, slots):
             if rows and seconds_left(limit_s) < 0:
                 print(f"no time for buckets of {bucket_bytes / MIB:g} MiB", flush=True)
                 break
-            options = {"bucket_bytes": bucket_bytes, "deadline_s": 60}
+            before = accelerator.memory().allocated
+            options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "deadline_s": 60, "num_slots": num_slots}
             with ColocatedUpdate(weight_source(model), [client], accelerator, **options) as update:
                 row = measure(update, client, bucket_bytes, times, limit_s)
+                row["slots"] = update.num_slots
+            row["left_mib"] = (accelerator.memory().allocated - before) / MIB
             row |= {"part": key, "layers": layers, "trainer_dtype": name_of(dtype)} | speeds
             row["share_of_copy"] = row["gb_per_s"] / row["copy_gb_per_s"]
             rows.append(row)
@@ -288,14 +293,15 @@ def check_equal(model, client: ReferenceClient) -> None:
 
 
 def distributed(layers: int, buckets: list[int], times: int, limit_s: float) -> tuple[list[dict], dict[str, Any]]:
-    rows, accelerator = [], get_accelerator()
+    rows: list[dict[str, Any]] = []
+    accelerator = get_accelerator()
     with engine_process(layers, "bfloat16", 1) as started:
         model = make_trainer(layers, torch.bfloat16)
         client = started()
         for bucket_bytes in buckets:
             if rows and seconds_left(limit_s) < 0:
                 break
-            options = {"bucket_bytes": bucket_bytes, "deadline_s": 60}
+            options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "deadline_s": 60}
             with DistributedUpdate(weight_source(model), [client], accelerator, **options) as update:
                 row = measure(update, client, bucket_bytes, times, limit_s)
                 row |= {
@@ -359,7 +365,7 @@ def cycle(layers: int, cycles: int, limit_s: float) -> tuple[list[dict], dict[st
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.02)
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-5))
-        options = {"holders": [meshes], "bucket_bytes": 1024 * MIB}
+        options: dict[str, Any] = {"holders": [meshes], "bucket_bytes": 1024 * MIB}
         turns = TrainAndGenerate(world, model, optimizer, config, ENGINE, torch.bfloat16, **options)
         ids = torch.randint(0, config.vocab_size, (1, 129), device=world.device)
         for number in range(cycles):
@@ -371,9 +377,12 @@ def cycle(layers: int, cycles: int, limit_s: float) -> tuple[list[dict], dict[st
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             accelerator.synchronize()
+            if number == 0:
+                print(f"first training step done after {time.monotonic() - STARTED:.1f} s", flush=True)
             turns.records.clear()
             start = memory_in_use()
-            wish = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_new_tokens": 0}
+            wish: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+            wish["min_new_tokens"] = 0
             wish |= {"stop_ids": [], "seed": 1, "logprobs": False, "logprob_start": 0, "routes": False}
             with turns.generating(str(number)):
                 turns.generate([Prompt(rid="a", ids=ids[0, :16].tolist(), routes_start=0, **wish)])
@@ -383,8 +392,11 @@ def cycle(layers: int, cycles: int, limit_s: float) -> tuple[list[dict], dict[st
                 row |= {"in_use_gb": record.in_use / 1e9, "freed_gb": (before - record.in_use) / 1e9}
                 before = record.in_use
                 rows.append(row)
-            now = {record.name: [round(record.seconds, 4), round(record.in_use / 1e9, 3)] for record in turns.records}
-            print(json.dumps({"cycle": number, "in_use_gb": start / 1e9, "loss": loss.item()} | now), flush=True)
+            now: dict[str, Any] = {
+                record.name: [round(record.seconds, 4), round(record.in_use / 1e9, 3)] for record in turns.records
+            }
+            now |= {"in_use_gb": start / 1e9, "loss": loss.item(), "at_s": round(time.monotonic() - STARTED, 1)}
+            print(json.dumps({"cycle": number} | now), flush=True)
     last = rows[-1]["cycle"]
     later = [row for row in rows if row["cycle"] >= min(2, last)]
     summary: dict[str, Any] = {"cycles": last + 1, "cycle_layers": layers}
@@ -422,6 +434,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the engine")
     parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--buckets-mib", type=float, nargs="+", default=[1024, 2048])
+    parser.add_argument("--slots", type=int, nargs="+", default=[1], help="buckets at a time on a shared device")
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=60, help="of one part, starting it included")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/weight-update.json"))
@@ -435,7 +448,7 @@ def main() -> None:
         rows, summary = cycle(layers, asked.times, asked.seconds)
     elif asked.part == "colocated":
         dtype = getattr(torch, asked.trainer_dtype)
-        rows, summary = colocated(layers, buckets, asked.times, dtype, asked.seconds)
+        rows, summary = colocated(layers, buckets, asked.slots, asked.times, dtype, asked.seconds)
     else:
         rows, summary = distributed(layers, buckets, asked.times, asked.seconds)
     save(rows, summary, asked.out)

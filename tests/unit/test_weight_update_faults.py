@@ -311,7 +311,8 @@ def test_empty_buckets_keep_a_rank_in_step() -> None:
     numbers = counts.tensor.view(torch.int64)
     numbers.zero_()
     steps = [EMPTY, 0, EMPTY, 1, 2, EMPTY]
-    offer = Offer(memory=memory.handle(), counts=counts.handle(), slot_bytes=slot, buckets=steps, reader=0)
+    places = {"num_slots": 2, "slot_bytes": slot}
+    offer = Offer(memory=memory.handle(), counts=counts.handle(), buckets=steps, reader=0, **places)
     intake = Intake(receiver, CPUAccelerator(), torch.device("cpu"), 10)
     taking = threading.Thread(target=intake.take_shared, args=(offer, lambda: False))
     taking.start()

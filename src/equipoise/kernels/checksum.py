@@ -59,8 +59,8 @@ def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, offset: int, 
         if same:
             source, target = source.view(torch.uint8), target.view(torch.uint8)
             whole = target.numel() // 4 * 4
-            words = (tensor[:whole].view(torch.int32) for tensor in (source, target))
-            checksum_triton.add_words(*words, offset // 4, total)
+            words, place = source[:whole].view(torch.int32), target[:whole].view(torch.int32)
+            checksum_triton.add_words(words, place, offset // 4, total)
             source, target, offset = source[whole:], target[whole:], offset + whole
         elif source.dtype == torch.float32 and target.dtype in (torch.bfloat16, torch.float16):
             checksum_triton.cast_with_checksum(source, target, offset // 4, total)

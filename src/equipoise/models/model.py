@@ -114,13 +114,14 @@ class LMHead(nn.Linear):
         if not labels_BS:
             (x_BSD,) = hiddens_BSD
             return super().forward(x_BSD)
-        sums, logprobs_T = [], None
-        for number, (x_BSD, labels) in enumerate(zip(hiddens_BSD, labels_BS, strict=True)):
-            wanted = temperature if number == 0 else None
-            loss, found_T = cross_entropy_and_logprobs(x_BSD.flatten(0, 1), self.weight, labels.flatten(), wanted)
+        sums: list[torch.Tensor] = []
+        logprobs: list[torch.Tensor] = []
+        for x_BSD, labels in zip(hiddens_BSD, labels_BS, strict=True):
+            wanted = None if sums else temperature
+            loss, logprobs_T = cross_entropy_and_logprobs(x_BSD.flatten(0, 1), self.weight, labels.flatten(), wanted)
             sums.append(loss)
-            logprobs_T = found_T if number == 0 else logprobs_T
-        return sums if temperature is None else [*sums, logprobs_T]
+            logprobs += [] if wanted is None else [logprobs_T]
+        return sums + logprobs
 
 
 class MoEForCausalLM(nn.Module):

@@ -304,6 +304,8 @@ class Worker:
         for job in self.jobs.values():
             job.stop()
         self.do_close_groups()
+        for job in self.jobs.values():
+            job.join(5.0)  # a thread inside of a backend must not meet the end of the interpreter
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

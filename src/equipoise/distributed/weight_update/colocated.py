@@ -1,9 +1,9 @@
 """Updates of engines on the same machine, through memory that both processes see.
 
-Each trainer rank has room for two buckets, which an engine rank reads while the next one is filled. On devices whose
-memory can be shared between processes the room is there; otherwise it is shared memory of the host. The engine is
-asked once; from then on both sides count in a small shared segment: the trainer which buckets are ready, each reader
-which it has taken.
+On devices whose memory can be shared between processes each trainer rank has room for a bucket there, which it fills
+and an engine rank reads, by turns. Otherwise there is room for two in shared memory of the host, and one is read while
+the other is filled. The engine is asked once; from then on both sides count in a small shared segment: the trainer
+which buckets are ready, each reader which it has taken.
 
 Every engine rank gets what it needs from one trainer rank. Where experts live on the same ranks on both sides, each
 trainer rank offers only its own experts, and ranks whose buckets are fewer offer empty ones, so that all stay in step.
@@ -15,22 +15,30 @@ from typing import Any
 
 import torch
 
+from equipoise.accelerator import Accelerator
+from equipoise.distributed.weight_update.client import EngineClient
 from equipoise.distributed.weight_update.manifest import Manifest
 from equipoise.distributed.weight_update.phases import Phases
-from equipoise.distributed.weight_update.sender import WeightUpdate
+from equipoise.distributed.weight_update.sender import WeightSource, WeightUpdate
 from equipoise.distributed.weight_update.shared_memory import Reader, Segment
 from equipoise.errors import WeightUpdateError
 
 EMPTY = -1
 """Stands for a bucket in which a rank has nothing."""
-NUM_SLOTS = 2
+SLOTS_ON_HOST, SLOTS_ON_DEVICE = 2, 1
+"""On the host one bucket is filled while another is read. Two processes that work on one device at a time only take it
+from each other."""
 READY, STATE, TAKEN = 0, 1, 2
 """Places of the shared numbers: buckets that are ready, the sender's state, and from there on each reader's count."""
 RUNNING, GAVE_UP = 0, 1
 
 
 class ColocatedUpdate(WeightUpdate):
-    """See the module docstring. Engine ranks are dealt to trainer ranks in order, over all engines."""
+    """See the module docstring. Engine ranks are dealt to trainer ranks in order, over all engines.
+
+    num_slots: buckets for which there is room; None: one in a device's memory, where trainer and engine take turns, two
+    in the host's.
+    """
 
     _data: "Segment | None" = None
     _counts: "Segment | None" = None
@@ -38,6 +46,21 @@ class ColocatedUpdate(WeightUpdate):
     _exported: dict[str, Any] | None = None
     _steps: Sequence[list[int]] = ()
     """For each step the bucket of every trainer rank: the same for all, or each its own, or empty."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        clients: Sequence[EngineClient],
+        accelerator: Accelerator,
+        *,
+        num_slots: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, clients, accelerator, **options)
+        if num_slots is not None and num_slots < 1:
+            raise WeightUpdateError(f"num_slots is {num_slots}: expected at least 1")
+        on_device = self.device.type != "cpu" and accelerator.shares_memory()
+        self.num_slots = num_slots or (SLOTS_ON_DEVICE if on_device else SLOTS_ON_HOST)
 
     @property
     def extra_bytes(self) -> int:
@@ -63,7 +86,7 @@ class ColocatedUpdate(WeightUpdate):
         return [shared, *local]
 
     def _connect(self) -> None:
-        """Room for two buckets; it is kept until `close`."""
+        """Room for buckets; it is kept until `close`."""
         size = max((bucket.num_bytes for bucket in self.packer.buckets), default=0)
         self._slot_bytes = -(-max(size, 1) // 4096) * 4096
         if self._room is not None:
@@ -71,9 +94,9 @@ class ColocatedUpdate(WeightUpdate):
 
         def make() -> None:
             if self.device.type != "cpu":
-                self._room = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self.device)
+                self._room = torch.empty(self.num_slots * self._slot_bytes, dtype=torch.uint8, device=self.device)
             if self.device.type == "cpu" or not self.accelerator.shares_memory():
-                self._data = Segment(NUM_SLOTS * self._slot_bytes)
+                self._data = Segment(self.num_slots * self._slot_bytes)
             if self._room is None:
                 assert self._data is not None
                 self._room = self._data.tensor
@@ -129,7 +152,7 @@ class ColocatedUpdate(WeightUpdate):
             index = steps[number][self.rank]
             if index != EMPTY:
                 is_shared = all(other == index for other in steps[number])
-                sums[index] = self._offer(manifest, index, number % NUM_SLOTS, phases, is_shared)
+                sums[index] = self._offer(manifest, index, number % self.num_slots, phases, is_shared)
             counts[READY] = number + 1
 
         def wait_for(number: int) -> None:
@@ -140,7 +163,7 @@ class ColocatedUpdate(WeightUpdate):
 
         def rest() -> None:
             for number in range(num_shared, len(steps)):
-                wait_for(number + 1 - NUM_SLOTS)
+                wait_for(number + 1 - self.num_slots)
                 step(number)
             wait_for(len(steps))
             with phases.host("wire"):
@@ -149,7 +172,7 @@ class ColocatedUpdate(WeightUpdate):
 
         try:
             for number in range(num_shared):
-                self._together(functools.partial(wait_for, number + 1 - NUM_SLOTS))
+                self._together(functools.partial(wait_for, number + 1 - self.num_slots))
                 step(number)
             self._together(rest)
         finally:
@@ -176,7 +199,8 @@ class ColocatedUpdate(WeightUpdate):
         assert self._counts is not None
         readers = range(sum(info.num_ranks for info in self.infos))
         own = [reader for reader in readers if reader % self.num_ranks == self.rank]
-        base = {"memory": self._exported, "counts": self._counts.handle(), "slot_bytes": self._slot_bytes}
+        base: dict[str, Any] = {"memory": self._exported, "counts": self._counts.handle()}
+        base |= {"num_slots": self.num_slots, "slot_bytes": self._slot_bytes}
         offers = [[reader, {**base, "buckets": mine, "reader": reader}] for reader in own]
         by_reader = {reader: offer for rank in self._gather(offers) for reader, offer in rank}
         found, first = [], 0

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from equipoise.accelerator import Accelerator
 from equipoise.config import Config
-from equipoise.distributed.weight_update.colocated import EMPTY, NUM_SLOTS, READY, RUNNING, STATE, TAKEN
+from equipoise.distributed.weight_update.colocated import EMPTY, READY, RUNNING, STATE, TAKEN
 from equipoise.distributed.weight_update.group import UpdateGroup
 from equipoise.distributed.weight_update.polling import rest
 from equipoise.distributed.weight_update.receiver import WeightReceiver
@@ -26,9 +26,11 @@ class Offer(Config):
     """What a colocated trainer rank offers one engine rank."""
 
     memory: dict[str, Any]
-    """Handle of the room for two buckets."""
+    """Handle of the room for buckets."""
     counts: dict[str, Any]
     """Handle of the shared numbers."""
+    num_slots: int = Field(gt=0)
+    """For so many buckets, which take turns."""
     slot_bytes: int = Field(gt=0)
     """Size of the room for one bucket."""
     buckets: list[int]
@@ -45,6 +47,10 @@ class Offer(Config):
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise WeightUpdateError(f"an offer is malformed at {where or 'its root'}: {first['msg']}") from None
+
+
+NUM_SLOTS = 2
+"""Of a broadcast's receiver: one arrives while one is put in place."""
 
 
 class Intake:
@@ -116,7 +122,7 @@ class Intake:
                     self._wait(is_ready, stopped, f"bucket {index} was not offered")
                     ready = time.perf_counter()
                     if index != EMPTY:
-                        first = step % NUM_SLOTS * offer.slot_bytes
+                        first = step % offer.num_slots * offer.slot_bytes
                         self.receiver.load(index, memory(first, manifest.buckets[index].num_bytes))
                         self.accelerator.current_stream().synchronize()
                     counts.write_number(TAKEN + offer.reader, step + 1)
@@ -139,9 +145,10 @@ class Intake:
 
             return read
         opened = self.accelerator.open_memory(offer.memory)
-        if opened.numel() < NUM_SLOTS * offer.slot_bytes:
+        if opened.numel() < offer.num_slots * offer.slot_bytes:
             raise WeightUpdateError(
-                f"{opened.numel()} bytes of memory are offered, fewer than {NUM_SLOTS} slots of {offer.slot_bytes}"
+                f"{opened.numel()} bytes of memory are offered, fewer than {offer.num_slots} slots of "
+                f"{offer.slot_bytes}"
             )
         return lambda first, count: opened[first : first + count]
 

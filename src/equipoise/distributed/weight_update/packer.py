@@ -92,7 +92,7 @@ class Packer:
     def plan(self, buckets: Sequence[Bucket], one_sender: bool = False) -> None:
         """Takes a layout, the same on every rank. `one_sender`: rank 0 owns every bucket."""
         self.buckets, self._one_sender = buckets, one_sender
-        self._work = [self._plan(bucket) for bucket in buckets]
+        self._work = [sorted(self._plan(bucket), key=_size, reverse=True) for bucket in buckets]
         self._bucket_holders = [self._find_holders(bucket) for bucket in buckets]
 
     def _holds(self, name: str) -> bool:
@@ -199,6 +199,11 @@ def _append_run(work: "list[_Copy | _Run]", run: _Run) -> None:
             work[-1] = last._replace(numel=last.numel + run.numel)
             return
     work.append(run)
+
+
+def _size(copy: "_Copy | _Run") -> int:
+    """Elements. The largest comes first: others are launched while it runs."""
+    return copy.numel if isinstance(copy, _Run) else math.prod(part.stop - part.start for part in copy.source)
 
 
 def _flat(start: Sequence[int], shape: Sequence[int]) -> int:

@@ -156,7 +156,7 @@ class WeightReceiver:
                     copies[-1] = last._replace(numel=last.numel + numel)
                     continue
             copies.append(Copy(offset, target.flat, start, numel))
-        return copies
+        return sorted(copies, key=lambda copy: -copy.numel)  # others are launched while the largest runs
 
 
 def _contents(bucket: Bucket) -> str:
