@@ -8,6 +8,7 @@ is part of the copy into the bucket, and so is its checksum where one rank has a
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -115,30 +116,39 @@ class Packer:
         return sorted(ranks | {0} if self._one_sender else ranks) or [0]
 
     def pack(
-        self, index: int, out: torch.Tensor, total: torch.Tensor | None = None, *, everywhere: bool = False
+        self,
+        index: int,
+        out: torch.Tensor,
+        total: torch.Tensor | None = None,
+        *,
+        everywhere: bool = False,
+        phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Fills `out` (uint8, at least the bucket) on the owner, or on every rank: then, and where there are several
-        holders, every rank calls it. Adds the bucket's checksum to `total`. Puts work on the current stream."""
+        holders, every rank calls it. Adds the bucket's checksum to `total`. Puts work on the current stream; `phase`
+        surrounds its parts: pack (convert, flatten and, without a gather, sum), gather, checksum."""
         bucket, holders, work = self.buckets[index], self.bucket_holders(index), self._work[index]
         data = out[: bucket.num_bytes]
         collective = self._group is not None and (len(holders) > 1 or everywhere)
-        if collective:
+        if collective:  # what other ranks hold is added to zeros
             data.zero_()
         in_one_pass = not collective and all(isinstance(copy, _Run) for copy in work)
-        with torch.no_grad():
+        with torch.no_grad(), phase("pack"):
             for copy in work:
                 self._copy(copy, data, total if in_one_pass else None)
         if collective:
             words = data.view(torch.int32) if data.numel() % 4 == 0 else data
             assert self._group is not None
             group = self._group()
-            if everywhere:
-                dist.all_reduce(words, group=group)
-            else:
-                dist.reduce(words, dist.get_process_group_ranks(group)[holders[0]], group=group)
+            with phase("gather"):
+                if everywhere:
+                    dist.all_reduce(words, group=group)
+                else:
+                    dist.reduce(words, dist.get_process_group_ranks(group)[holders[0]], group=group)
         if total is not None and not in_one_pass:
-            for offset, size in bucket.spans(self._specs):
-                add_checksum(data[offset : offset + size], offset, total)
+            with phase("checksum"):
+                for offset, size in bucket.spans(self._specs):
+                    add_checksum(data[offset : offset + size], offset, total)
 
     def _copy(self, copy: "_Copy | _Run", data: torch.Tensor, total: torch.Tensor | None) -> None:
         local = _local(self._tensors[copy.name])

@@ -232,14 +232,12 @@ class WeightUpdate(ABC):
         return {index: value for rank in self._gather(mine) for index, value in rank}
 
     def _fill(self, index: int, out: torch.Tensor, phases: Phases, *, everywhere: bool = False) -> torch.Tensor:
-        """Packs a bucket: gathers, converts, flattens and sums, in one pass where it can be. Returns its checksum, not
-        waited for."""
+        """Packs a bucket; returns its checksum, not waited for."""
         if self._totals is None:
             self._totals = new_totals(len(self.packer.buckets), self.device)
         total = self._totals[index]
-        collective = len(self.packer.bucket_holders(index)) > 1 or (everywhere and self.num_ranks > 1)
-        with phases.device("gather and pack" if collective else "pack"):
-            self.packer.pack(index, out, total if self.layout.checks else None, everywhere=everywhere)
+        wanted = total if self.layout.checks else None
+        self.packer.pack(index, out, wanted, everywhere=everywhere, phase=phases.device)
         return total
 
     def _call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
