@@ -1,13 +1,15 @@
 """Weight updates between two processes on one or two GPUs, and train/generate cycles in one, at the shape of a
-Qwen3-30B-A3B with fewer layers.
+Qwen3-30B-A3B with as many layers as asked for.
 
 --part colocated (one GPU): a trainer and an engine share the device; buckets go through memory that both see. The
-share is of the speed at which the device copies the same bytes once.
+share is of the speed at which the device copies bytes once, each read and written. A bucket is read and written twice,
+by the trainer and by the engine, so the share cannot pass 0.5.
 --part distributed (two GPUs): a trainer and an engine with a device each; buckets are broadcast. The share is of the
 speed of the same group's broadcasts of buckets of that size, nothing else running.
 --part cycle (one GPU): TrainAndGenerate, phase by phase.
 
-Each part puts its rows and its keys of the summary into benchmarks/results/weight-update.json and leaves the others'.
+Each part puts its rows and its keys of the summary into benchmarks/results/weight-update.json and leaves the others'
+(--trainer-dtype float32 has keys of its own). Every part ends within --seconds, with fewer repetitions if need be.
 The engine is the real one; its HTTP server here is the standard library's, since machines with GPUs may lack others.
 
 Run: python benchmarks/weight_update_gpu.py --part colocated
@@ -16,8 +18,10 @@ Run: python benchmarks/weight_update_gpu.py --part colocated
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -30,7 +34,8 @@ from typing import Any
 import torch
 
 from equipoise.accelerator import get_accelerator
-from equipoise.distributed.weight_update import ColocatedUpdate, DistributedUpdate, Phases
+from equipoise.distributed.weight_update import ColocatedUpdate, DistributedUpdate, Phases, UpdateReport
+from equipoise.kernels.checksum import copy_with_checksum, new_totals
 from equipoise.models.config import ModelConfig
 from equipoise.serve.clients.reference import ReferenceClient
 from equipoise.serve.engine import EngineConfig
@@ -39,6 +44,7 @@ from equipoise.serve.regions import weight_source
 
 TOKEN = "benchmark"
 MIB = 2**20
+STARTED = time.monotonic()
 ENGINE = EngineConfig(max_running_requests=8, context_length=512)
 SHAPE = {
     "vocab_size": 151936,
@@ -76,7 +82,8 @@ def run_engine(layers: int, dtype: str) -> None:
     worker = Worker(config_of(layers), ENGINE, accelerator, getattr(torch, dtype), deadline_s=60)
     loop = EngineLoop(Ranks(worker.execute), worker, "none", 60)
     api = Api(loop, TOKEN)
-    routes = api.routes
+    routes, events = api.routes, asyncio.new_event_loop()
+    threading.Thread(target=events.run_forever, daemon=True).start()
 
     def baseline(body: dict[str, Any]) -> dict[str, Any]:
         """Receives broadcasts through a group that was joined, as the trainer sends them."""
@@ -104,7 +111,8 @@ def run_engine(layers: int, dtype: str) -> None:
                 status, value = 200, own(json.loads(body or b"{}"))
             else:
                 spec = routes[(self.command, self.path)]
-                status, value, _ = asyncio.run(api.answer(spec, self.headers.get("authorization", ""), body))
+                answer = api.answer(spec, self.headers.get("authorization", ""), body)
+                status, value, _ = asyncio.run_coroutine_threadsafe(answer, events).result()
             data = json.dumps(value).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
@@ -126,15 +134,19 @@ def run_engine(layers: int, dtype: str) -> None:
 
 @contextlib.contextmanager
 def engine_process(layers: int, dtype: str, device: int):
-    """A client of an engine on the device with this number."""
+    """Starts an engine on the device with this number; gives a function that waits for it and returns its client."""
     variables = dict(os.environ)
     if get_accelerator().device_type != "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = str(device)
     command = [sys.executable, __file__, "--role", "engine", "--layers", str(layers), "--dtype", dtype]
     process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
+
+    def client() -> ReferenceClient:
         assert process.stdout is not None
-        yield ReferenceClient(f"http://127.0.0.1:{int(process.stdout.readline())}", TOKEN, timeout_s=60)
+        return ReferenceClient(f"http://127.0.0.1:{int(process.stdout.readline())}", TOKEN, timeout_s=60)
+
+    try:
+        yield client
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -178,14 +190,29 @@ def copy_speed(num_bytes: int) -> float:
     return num_bytes / seconds_of(lambda: target.copy_(source), 10) / 1e9
 
 
-def measure(update, client: ReferenceClient, bucket_bytes: int, times: int) -> dict[str, Any]:
+def pass_speed(num_bytes: int, dtype: torch.dtype) -> float:
+    """GB/s of bytes of BF16 written by the pass that packs a bucket and the one that loads it: copy and checksum."""
+    device = get_accelerator().device()
+    source = torch.zeros(num_bytes // 2, dtype=dtype, device=device)
+    target, total = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device), new_totals(1, device)[0]
+    return num_bytes / seconds_of(lambda: copy_with_checksum(source, target, 0, total), 10) / 1e9
+
+
+def seconds_left(limit_s: float) -> float:
+    return STARTED + limit_s - time.monotonic()
+
+
+def measure(update, client: ReferenceClient, bucket_bytes: int, times: int, limit_s: float) -> dict[str, Any]:
     """Medians over updates after the first, and the first, which plans and allocates."""
     accelerator = get_accelerator()
     first = update.update("first")
     client._http.post("/peak")
     accelerator.reset_peak_memory()
     before = accelerator.memory().allocated - update.extra_bytes
-    reports = [update.update(str(number)) for number in range(times)]
+    reports: list[UpdateReport] = []
+    for number in range(times):
+        if not reports or seconds_left(limit_s) > 0:
+            reports.append(update.update(str(number)))
     above = accelerator.memory().peak_allocated - before if accelerator.device_type != "cpu" else update.extra_bytes
     engine_above = client._http.post("/peak")["above"]
     middle = sorted(reports, key=lambda r: r.seconds)[len(reports) // 2]
@@ -196,38 +223,61 @@ def measure(update, client: ReferenceClient, bucket_bytes: int, times: int) -> d
         "seconds_first": first.seconds,
         "seconds": middle.seconds,
         "gb_per_s": middle.gigabytes_per_s,
+        "updates": len(reports),
         "phases_s": middle.phases,
+        "engine_phases_s": middle.engine_phases,
         "trainer_extra_buckets": above / max(b.num_bytes for b in update.packer.buckets),
         "engine_extra_buckets": engine_above / max(b.num_bytes for b in update.packer.buckets),
     }
 
 
-def colocated(layers: int, buckets: list[int], times: int) -> tuple[list[dict], dict[str, Any]]:
-    rows, accelerator = [], get_accelerator()
-    on_gpu = accelerator.device_type != "cpu"
-    copy = copy_speed(4 * 2**30 if on_gpu else 64 * MIB)
-    for dtype in (torch.bfloat16, torch.float32):
-        model = make_trainer(layers, dtype)
-        with engine_process(layers, "bfloat16", 0) as client:
-            for bucket_bytes in buckets:
-                options = {"bucket_bytes": bucket_bytes, "deadline_s": 60}
-                with ColocatedUpdate(weight_source(model), [client], accelerator, **options) as update:
-                    row = measure(update, client, bucket_bytes, times)
-                row |= {"part": "colocated", "trainer_dtype": str(dtype), "copy_gb_per_s": copy}
-                row["share_of_copy"] = row["gb_per_s"] / copy
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-            check_equal(model, client)
-        del model
+def colocated(
+    layers: int, buckets: list[int], slots: list[int], times: int, dtype: torch.dtype, limit_s: float
+) -> tuple[list[dict], dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    accelerator = get_accelerator()
+    key = "colocated" if dtype == torch.bfloat16 else f"colocated_{name_of(dtype)}"
+    size = 4096 * MIB if accelerator.device_type != "cpu" else 64 * MIB
+    with engine_process(layers, "bfloat16", 0) as started:
+        accelerator.set_device(0)
+        speeds = {"copy_gb_per_s": copy_speed(size)}
+        speeds |= {
+            "pack_pass_gb_per_s": pass_speed(size, dtype),
+            "load_pass_gb_per_s": pass_speed(size, torch.bfloat16),
+        }
         accelerator.empty_cache()
-    best = max((row for row in rows if "bfloat16" in row["trainer_dtype"]), key=lambda row: row["gb_per_s"])
+        print(json.dumps(speeds), flush=True)
+        model = make_trainer(layers, dtype)
+        client = started()
+        print(f"both sides are there after {time.monotonic() - STARTED:.1f} s", flush=True)
+        for bucket_bytes, num_slots in itertools.product(buckets, slots):
+            if rows and seconds_left(limit_s) < 0:
+                print(f"no time for buckets of {bucket_bytes / MIB:g} MiB", flush=True)
+                break
+            before = accelerator.memory().allocated
+            options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "deadline_s": 60, "num_slots": num_slots}
+            with ColocatedUpdate(weight_source(model), [client], accelerator, **options) as update:
+                row = measure(update, client, bucket_bytes, times, limit_s)
+                row["slots"] = update.num_slots
+            row["left_mib"] = (accelerator.memory().allocated - before) / MIB
+            row |= {"part": key, "layers": layers, "trainer_dtype": name_of(dtype)} | speeds
+            row["share_of_copy"] = row["gb_per_s"] / row["copy_gb_per_s"]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        check_equal(model, client)
+    best = max(rows, key=lambda row: row["gb_per_s"])
     summary = {
-        "colocated_share_of_copy": best["share_of_copy"],
-        "colocated_seconds": best["seconds"],
-        "colocated_gigabytes": best["gigabytes"],
-        "extra_memory_buckets": max(max(r["trainer_extra_buckets"], r["engine_extra_buckets"]) for r in rows),
+        f"{key}_share_of_copy": best["share_of_copy"],
+        f"{key}_seconds": best["seconds"],
+        f"{key}_gigabytes": best["gigabytes"],
     }
+    if dtype == torch.bfloat16:
+        summary["extra_memory_buckets"] = max(max(r["trainer_extra_buckets"], r["engine_extra_buckets"]) for r in rows)
     return rows, summary
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_equal(model, client: ReferenceClient) -> None:
@@ -242,15 +292,23 @@ def check_equal(model, client: ReferenceClient) -> None:
     assert got["model.layers.0.mlp.experts.3.down_proj.weight"] == checksums([expert]).tolist()[0]
 
 
-def distributed(layers: int, buckets: list[int], times: int) -> tuple[list[dict], dict[str, Any]]:
-    rows, accelerator = [], get_accelerator()
-    model = make_trainer(layers, torch.bfloat16)
-    with engine_process(layers, "bfloat16", 1) as client:
+def distributed(layers: int, buckets: list[int], times: int, limit_s: float) -> tuple[list[dict], dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    accelerator = get_accelerator()
+    with engine_process(layers, "bfloat16", 1) as started:
+        model = make_trainer(layers, torch.bfloat16)
+        client = started()
         for bucket_bytes in buckets:
-            options = {"bucket_bytes": bucket_bytes, "deadline_s": 60}
+            if rows and seconds_left(limit_s) < 0:
+                break
+            options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "deadline_s": 60}
             with DistributedUpdate(weight_source(model), [client], accelerator, **options) as update:
-                row = measure(update, client, bucket_bytes, times)
-                row |= {"part": "distributed", "broadcast_gb_per_s": broadcast_speed(update, client, 20)}
+                row = measure(update, client, bucket_bytes, times, limit_s)
+                row |= {
+                    "part": "distributed",
+                    "layers": layers,
+                    "broadcast_gb_per_s": broadcast_speed(update, client, 20),
+                }
                 update.disconnect()
             row["share_of_broadcast"] = row["gb_per_s"] / row["broadcast_gb_per_s"]
             rows.append(row)
@@ -291,7 +349,7 @@ def broadcast_speed(update: DistributedUpdate, client: ReferenceClient, times: i
     return num_bytes * (times - times // 4) / seconds / 1e9
 
 
-def cycle(layers: int, cycles: int) -> tuple[list[dict], dict[str, Any]]:
+def cycle(layers: int, cycles: int, limit_s: float) -> tuple[list[dict], dict[str, Any]]:
     from equipoise.distributed.mesh import ParallelConfig, build_meshes, derive_axes
     from equipoise.distributed.world import join_world
     from equipoise.serve.cycle import TrainAndGenerate
@@ -307,18 +365,24 @@ def cycle(layers: int, cycles: int) -> tuple[list[dict], dict[str, Any]]:
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.02)
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-5))
-        options = {"holders": [meshes], "bucket_bytes": 1024 * MIB}
+        options: dict[str, Any] = {"holders": [meshes], "bucket_bytes": 1024 * MIB}
         turns = TrainAndGenerate(world, model, optimizer, config, ENGINE, torch.bfloat16, **options)
         ids = torch.randint(0, config.vocab_size, (1, 129), device=world.device)
         for number in range(cycles):
+            if number > 2 and seconds_left(limit_s) < 0:
+                print(f"time for {number} cycles only", flush=True)
+                break
             loss = model(ids[:, :-1], ids[:, 1:].contiguous()).loss_sum / 128
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             accelerator.synchronize()
+            if number == 0:
+                print(f"first training step done after {time.monotonic() - STARTED:.1f} s", flush=True)
             turns.records.clear()
             start = memory_in_use()
-            wish = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_new_tokens": 0}
+            wish: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+            wish["min_new_tokens"] = 0
             wish |= {"stop_ids": [], "seed": 1, "logprobs": False, "logprob_start": 0, "routes": False}
             with turns.generating(str(number)):
                 turns.generate([Prompt(rid="a", ids=ids[0, :16].tolist(), routes_start=0, **wish)])
@@ -328,16 +392,21 @@ def cycle(layers: int, cycles: int) -> tuple[list[dict], dict[str, Any]]:
                 row |= {"in_use_gb": record.in_use / 1e9, "freed_gb": (before - record.in_use) / 1e9}
                 before = record.in_use
                 rows.append(row)
-            print(json.dumps({"cycle": number, "in_use_gb": start / 1e9, "loss": loss.item()}), flush=True)
-    later = [row for row in rows if row["cycle"] >= min(2, cycles - 1)]
-    summary: dict[str, Any] = {"cycles": cycles}
+            now: dict[str, Any] = {
+                record.name: [round(record.seconds, 4), round(record.in_use / 1e9, 3)] for record in turns.records
+            }
+            now |= {"in_use_gb": start / 1e9, "loss": loss.item(), "at_s": round(time.monotonic() - STARTED, 1)}
+            print(json.dumps({"cycle": number} | now), flush=True)
+    last = rows[-1]["cycle"]
+    later = [row for row in rows if row["cycle"] >= min(2, last)]
+    summary: dict[str, Any] = {"cycles": last + 1, "cycle_layers": layers}
     for name in dict.fromkeys(row["phase"] for row in rows):
         some = [row for row in later if row["phase"] == name]
         key = name.replace(" ", "_")
         summary[f"cycle_{key}_seconds"] = statistics.median(row["seconds"] for row in some)
         summary[f"cycle_{key}_freed_gb"] = statistics.median(row["freed_gb"] for row in some)
     ends = [row["in_use_gb"] for row in rows if row["phase"] == "reload optimizer"]
-    summary["cycle_growth_gb"] = ends[-1] - ends[min(1, cycles - 1)]
+    summary["cycle_growth_gb"] = ends[-1] - ends[min(1, last)]
     return rows, summary
 
 
@@ -347,38 +416,42 @@ def memory_in_use() -> int:
     return memory.allocated if accelerator.device_type == "cpu" else memory.total - memory.free
 
 
-def save(part: str, rows: list[dict], summary: dict[str, Any], path: Path) -> None:
+def save(rows: list[dict], summary: dict[str, Any], path: Path) -> None:
     """Beside the rows and keys of the other parts."""
-    from equipoise.bench.results import write_results
+    from equipoise.bench.results import update_results
 
-    kept, old = [], {}
-    if path.exists():
-        known = json.loads(path.read_text())
-        kept = [row for row in known["rows"] if row["part"] != part]
-        old = known["summary"]
-    write_results(path, kept + rows, old | summary, ["torch"])
+    command = shlex.join(["python", "benchmarks/weight_update_gpu.py", *sys.argv[1:]])
+    device = get_accelerator().device_name()
+    rows = [row | {"command": command, "device": device} for row in rows]
+    update_results(path, sorted({row["part"] for row in rows}), rows, summary, ["torch"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--part", choices=["colocated", "distributed", "cycle"], default="colocated")
     parser.add_argument("--role", choices=["trainer", "engine"], default="trainer")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--buckets-mib", type=float, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--times", type=int, default=7)
+    parser.add_argument("--layers", type=int, help="default: 24; 4 for cycles")
+    parser.add_argument("--dtype", default="bfloat16", help="of the engine")
+    parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--buckets-mib", type=float, nargs="+", default=[1024, 2048])
+    parser.add_argument("--slots", type=int, nargs="+", default=[1], help="buckets at a time on a shared device")
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=60, help="of one part, starting it included")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/weight-update.json"))
     asked = parser.parse_args()
+    layers = asked.layers or (4 if asked.part == "cycle" else 24)
     if asked.role == "engine":
-        run_engine(asked.layers, asked.dtype)
+        run_engine(layers, asked.dtype)
         return
     buckets = [int(size * MIB) for size in asked.buckets_mib]
     if asked.part == "cycle":
-        rows, summary = cycle(asked.layers, asked.times)
+        rows, summary = cycle(layers, asked.times, asked.seconds)
+    elif asked.part == "colocated":
+        dtype = getattr(torch, asked.trainer_dtype)
+        rows, summary = colocated(layers, buckets, asked.slots, asked.times, dtype, asked.seconds)
     else:
-        run = colocated if asked.part == "colocated" else distributed
-        rows, summary = run(asked.layers, buckets, asked.times)
-    save(asked.part, rows, summary, asked.out)
+        rows, summary = distributed(layers, buckets, asked.times, asked.seconds)
+    save(rows, summary, asked.out)
     print(json.dumps(summary, indent=1))
 
 

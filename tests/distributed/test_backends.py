@@ -78,3 +78,32 @@ def test_metadata_and_device_tensors_have_their_own_transports_on_musa() -> None
             "metadata": 1.0,
             "ours": {"cpu": False, "musa": True},
         }
+
+
+def own_update_group_on_musa() -> dict[str, object]:
+    """A11: the project's weight-update group, which torch's tables do not know: its transports, and a broadcast."""
+    from equipoise.distributed.weight_update import UpdateGroup
+
+    fake_musa.install(count=2)
+    dist.Backend.register_backend("mccl", make_gloo, devices=["musa"])
+    rank, address = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+    store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), 2, rank == 0)
+    group = UpdateGroup(MUSAAccelerator(), "update", store, rank, 2, 20)
+    names = torch.arange(4.0) * (rank == 0)
+    work = group.broadcast(names)
+    work.wait()
+    ours = {name: any(group._group._get_backend(torch.device(name)) is m for m in MADE) for name in ("cpu", "musa")}
+    backend, known = group.backend, dist.is_initialized()
+    group.close()
+    MADE.clear()
+    return {"backend": backend, "names": names.tolist(), "ours": ours, "known": known}
+
+
+def test_weight_update_groups_are_composite_on_musa() -> None:
+    for result in run_ranks(own_update_group_on_musa, 2):
+        assert result == {
+            "backend": "cpu:gloo,musa:mccl",
+            "names": [0.0, 1.0, 2.0, 3.0],
+            "ours": {"cpu": False, "musa": True},
+            "known": False,
+        }

@@ -91,7 +91,7 @@ def on_rank(ep_size: int, engine_ranks: int) -> dict[str, Any]:
                         change(model, 1.01)
                         report = update.update(f"{kind.__name__}{number}")
                     if isinstance(update, ColocatedUpdate):
-                        found["empty"] = sum(EMPTY in row for row in update._steps())
+                        found["empty"] = sum(EMPTY in row for row in update._steps)
                     else:
                         found["senders"] = len(update._senders)
                 wanted = whole_checksums(model)

@@ -10,8 +10,8 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "equipoise"
 LAYERS: list[tuple[str, ...]] = [
     ("config", "errors"),
     ("balance_config",),
-    ("accelerator",),
-    ("distributed", "kernels"),
+    ("accelerator", "kernels"),
+    ("distributed",),
     ("symmetric",),
     ("balance", "dispatch"),
     ("moe",),

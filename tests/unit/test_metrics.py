@@ -141,6 +141,7 @@ def test_the_page_lists_every_field() -> None:
     from equipoise.accelerator import CPUAccelerator
     from equipoise.train.balance_statistics import BalanceResult, balance_metrics
     from equipoise.train.load_statistics import load_metrics
+    from equipoise.train.rollout import RolloutResult
     from equipoise.train.throughput import Peak, throughput_metrics
     from equipoise.train.timing import PhaseTimer
 
@@ -155,7 +156,9 @@ def test_the_page_lists_every_field() -> None:
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     balance = BalanceResult(torch.ones(1), 1.0, 0.0, 0.0, 0.0, 0.0)
-    assert listed == written | balance_metrics(balance).keys()
+    rollout = RolloutResult(1.0, 0.0, 0.0, 0.0).metrics()
+    assert listed == written | balance_metrics(balance).keys() | rollout.keys()
+    assert RolloutResult(None, None, None, None).metrics() == {}
 
 
 @pytest.mark.parametrize("option", ["tensorboard", "wandb"])

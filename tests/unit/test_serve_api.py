@@ -205,6 +205,7 @@ def test_requests_that_cannot_be_carried_out_change_nothing(server, path: str, b
             {
                 "memory": {"kind": "shm", "name": "../../etc/passwd"},
                 "counts": {"name": "x"},
+                "num_slots": 2,
                 "slot_bytes": 9,
                 "buckets": [0],
                 "reader": 0,
@@ -214,6 +215,7 @@ def test_requests_that_cannot_be_carried_out_change_nothing(server, path: str, b
             {
                 "memory": {"kind": "cuda_ipc"},
                 "counts": {"name": "equipoise-1-0123456789abcdef"},
+                "num_slots": 2,
                 "slot_bytes": 9,
                 "buckets": [0],
                 "reader": 0,
@@ -223,6 +225,7 @@ def test_requests_that_cannot_be_carried_out_change_nothing(server, path: str, b
             {
                 "memory": {"kind": "pickle", "data": "gASVCg=="},
                 "counts": {},
+                "num_slots": 2,
                 "slot_bytes": 9,
                 "buckets": [99],
                 "reader": 0,

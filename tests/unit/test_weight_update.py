@@ -1,6 +1,8 @@
 """Updates of an engine's weights over both paths: every byte arrives, under one version, or nothing is served."""
 
+import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,20 +46,27 @@ def test_both_paths_send_the_same_names_with_the_same_bytes() -> None:
     assert "lm_head.weight" not in found[0]
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_fifty_updates_leave_nothing_behind(path: str) -> None:
     model = trainer_model()
     with serving() as server:
         update = updater(path, model, server, bucket_bytes=20000)
-        seen = []
+        seen, memory = [], []
         for number in range(50):
             with torch.no_grad():
                 model.lm_head.weight += 1
             update.update(str(number))
             if number in (9, 49):
+                gc.collect()
+                memory.append(resident_bytes())
                 seen.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(segments())))
         assert client_of(server).checksums() == trainer_checksums(model)
         assert seen[0][1:] == seen[1][1:]
+        assert memory[1] - memory[0] < 8 * 2**20  # forty updates of 0.1 MB each, with all that they leave in caches
         assert abs(seen[0][0] - seen[1][0]) <= 3  # connections come and go
         update.close()
     assert not [name for name in segments() if f"-{os.getpid()}-" in name]

@@ -1,14 +1,15 @@
 """Updates that fail: a bounded error, the old weights intact or nothing served, and the next good update heals."""
 
 import threading
+import time
 
 import pytest
 import torch
 
 from equipoise.distributed.weight_update import Manifest, TensorSpec, plan_buckets
-from equipoise.distributed.weight_update.checksum import checksum
 from equipoise.distributed.weight_update.receiver import Target, WeightReceiver
 from equipoise.errors import WeightUpdateError
+from equipoise.kernels.checksum import checksum
 from equipoise.models.initialize import initialize_model
 from equipoise.serve.clients.http import EngineError
 from unit.engine_rig import TOY, some_ids, trainer_model
@@ -112,21 +113,6 @@ def test_a_manifest_that_is_malformed_is_an_error(spoil) -> None:
         Manifest.parse(value).check_layout()
 
 
-def test_a_checksum_notices_bytes_that_are_changed_moved_or_missing() -> None:
-    data = torch.randint(0, 256, (600_003,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    whole = int(checksum(data))
-    assert int(checksum(data.clone())) == whole
-    for place in (0, 262_143, 262_144, 600_002):
-        changed = data.clone()
-        changed[place] ^= 1
-        assert int(checksum(changed)) != whole
-    swapped = data.clone()
-    swapped[:4], swapped[4:8] = data[4:8], data[:4]
-    assert int(checksum(swapped)) != whole
-    assert int(checksum(torch.cat([data[262_144:524_288], data[:262_144], data[524_288:]]))) != whole
-    assert int(checksum(data[:-1])) != whole
-
-
 def test_c28_all_layers_survive_updates_in_several_buckets() -> None:
     model = trainer_model()
     with serving() as server, updater("colocated", model, server, bucket_bytes=6000) as update:
@@ -179,6 +165,29 @@ def test_an_engine_that_fails_in_the_middle_is_dirty_until_the_next_update(path:
         update.update("healed")
         assert client.checksums() == trainer_checksums(model)
         assert client.generate([1, 2], **GREEDY)["meta_info"]["weight_version"] == "healed"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_engine_that_answers_500_in_an_update_ends_it_at_once(path: str, monkeypatch) -> None:
+    """R12: the sender does not go on waiting in its broadcast, and the next update works."""
+    model = trainer_model()
+    with serving() as server, updater(path, model, server, bucket_bytes=8000, deadline_s=15.0) as update:
+        update.update("good")
+
+        def fail(self, *args):
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(server.loop), "receive" if path == "distributed" else "load", fail)
+            started = time.monotonic()
+            with pytest.raises(WeightUpdateError, match="answered 500: internal error: RuntimeError"):
+                update.update("bad")
+            assert time.monotonic() - started < 10
+        assert client_of(server).weight_version() == "good"
+        assert client_of(server).generate([1, 2], **GREEDY)["meta_info"]["weight_version"] == "good"
+        initialize_model(model, 1)
+        update.update("healed")
+        assert client_of(server).checksums() == trainer_checksums(model)
 
 
 def test_bytes_that_changed_on_the_way_are_noticed(monkeypatch) -> None:
@@ -302,7 +311,8 @@ def test_empty_buckets_keep_a_rank_in_step() -> None:
     numbers = counts.tensor.view(torch.int64)
     numbers.zero_()
     steps = [EMPTY, 0, EMPTY, 1, 2, EMPTY]
-    offer = Offer(memory=memory.handle(), counts=counts.handle(), slot_bytes=slot, buckets=steps, reader=0)
+    places = {"num_slots": 2, "slot_bytes": slot}
+    offer = Offer(memory=memory.handle(), counts=counts.handle(), buckets=steps, reader=0, **places)
     intake = Intake(receiver, CPUAccelerator(), torch.device("cpu"), 10)
     taking = threading.Thread(target=intake.take_shared, args=(offer, lambda: False))
     taking.start()
@@ -311,8 +321,9 @@ def test_empty_buckets_keep_a_rank_in_step() -> None:
         while int(numbers[TAKEN]) < number - 1:
             pass
         if index != EMPTY:
-            data = memory.tensor[number % 2 * slot :][: manifest.buckets[index].num_bytes]
-            data.copy_(torch.arange(data.numel()) % 7 + index)
+            data = memory.tensor[number % 2 * slot :][: manifest.buckets[index].num_bytes].zero_()
+            for first, size in manifest.buckets[index].spans(WANTED):
+                data[first : first + size] = torch.arange(size) % 7 + index
             sums[index] = int(checksum(data))
         numbers[READY] = number + 1
     taking.join(10)
@@ -370,7 +381,10 @@ def test_two_senders_whose_groups_meet_in_opposite_order_do_not_deadlock() -> No
         ]
         for call in calls:
             call.start()
-        data = [torch.full((bucket.num_bytes,), 7 + i, dtype=torch.uint8) for i, bucket in enumerate(buckets)]
+        data = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in buckets]
+        for number, bucket in enumerate(buckets):
+            for first, size in bucket.spans(specs):
+                data[number][first : first + size] = 7 + number
         for sender in (1, 0):
             groups[sender].broadcast(data[sender]).wait()
         for call in calls:

@@ -180,8 +180,8 @@ class Accelerator(ABC):
         return False
 
     def share_memory(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """A handle, plain JSON, of the memory of a contiguous tensor on the current device. Each is opened once, by
-        another process; the memory is not given back before that process lets go of it.
+        """A handle, plain JSON, of the memory of a contiguous tensor on the current device. Other processes may open it
+        as often as they like while the tensor lives; what they read later is anything.
 
         Raises `ConfigError` where `shares_memory` is false.
         """

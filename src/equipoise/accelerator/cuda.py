@@ -73,6 +73,8 @@ class CUDAAccelerator(TorchAccelerator):
         """Kind "cuda_ipc"; names the device by its UUID, since processes may count devices differently."""
         storage: Any = tensor.untyped_storage()
         device, handle, size, start, counter, counter_start, event, waits = storage._share_cuda_()
+        # Torch keeps exported memory until a reader has opened and dropped it: for ever, if the reader dies.
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_start)
         return {
             "kind": "cuda_ipc",
             "device": str(torch.cuda.get_device_properties(device).uuid),

@@ -6,10 +6,14 @@ and no logits are kept. They are those of the summed loss; the backward scales t
 Shapes: T tokens, D features, V vocabulary.
 """
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from equipoise.kernels.triton_support import use_triton
+from equipoise.kernels.triton_support import triton_problem, use_triton
 
 IGNORED_LABEL = -100
 """Label of a position that takes no part in the loss (as in transformers)."""
@@ -46,17 +50,35 @@ def _loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> tuple
     return plain_loss_and_gradient(logits_TV, labels_T)
 
 
+def _log_probabilities(logits_TV: torch.Tensor, labels_T: torch.Tensor, temperature: float) -> torch.Tensor:
+    """FP32 [T], of the labels; 0 where there is none."""
+    values_TV = logits_TV.float() / temperature
+    found_T = values_TV.gather(1, labels_T.clamp(min=0)[:, None])[:, 0] - values_TV.logsumexp(-1)
+    return torch.where(labels_T != IGNORED_LABEL, found_T, 0.0)
+
+
+@lru_cache
+def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """Compiled where Inductor has Triton to write kernels in; it is no help on a CPU, and absent on some devices."""
+    is_compiled = device_type != "cpu" and triton_problem(device_type) is None
+    return torch.compile(function, dynamic=False) if is_compiled else function
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, weight_VD, labels_T, chunk):
+    def forward(ctx, x_TD, weight_VD, labels_T, chunk, temperature):
         want_x, want_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
         grad_x = torch.empty_like(x_TD) if want_x else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if want_weight else None
+        logprobs = torch.empty(0 if temperature is None else x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
+        ctx.mark_non_differentiable(logprobs)
         start = 0
         for x, labels in zip(x_TD.split(chunk), labels_T.split(chunk)):
             part = slice(start, start := start + x.shape[0])
             logits = F.linear(x, weight_VD)
+            if temperature is not None:
+                logprobs[part] = _fused(_log_probabilities, x.device.type)(logits, labels, temperature)
             if grad_x is None and grad_weight is None:
                 loss += F.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="sum")
                 continue
@@ -68,15 +90,16 @@ class _CrossEntropy(torch.autograd.Function):
                 _add_product(grad_weight, gradient.T, x)
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
-        return loss
+        return loss, logprobs
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, _):
         grad_x, grad_weight = ctx.saved_tensors
         return (
             # In FP32: a factor such as 1 / tokens, rounded to BF16, would scale every gradient by up to 0.4 % too much.
             None if grad_x is None else (grad_x.float() * grad).to(grad_x.dtype),
             None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
+            None,
             None,
             None,
         )
@@ -97,6 +120,14 @@ def linear_cross_entropy(x_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: 
 
     Differentiable in x and weight. Sums over tokens are in FP32; the gradient of the logits is in the dtype of x.
     """
+    return cross_entropy_and_logprobs(x_TD, weight_VD, labels_T, None)[0]
+
+
+def cross_entropy_and_logprobs(
+    x_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, temperature: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear_cross_entropy`, and FP32 [T] without gradient: the labels' log-probabilities at a temperature, from the
+    same products. They are 0 at ignored labels; without a temperature there are none."""
     chunk = _CHUNK_ELEMENTS.get(x_TD.device.type, _DEVICE_CHUNK_ELEMENTS) // weight_VD.shape[0]
     num_chunks = -(-x_TD.shape[0] // max(1, chunk))
-    return _CrossEntropy.apply(x_TD, weight_VD, labels_T, -(-x_TD.shape[0] // max(1, num_chunks)) or 1)
+    return _CrossEntropy.apply(x_TD, weight_VD, labels_T, -(-x_TD.shape[0] // max(1, num_chunks)) or 1, temperature)

@@ -12,7 +12,7 @@ from torch import nn
 from equipoise.distributed.compute_copies import ComputeCopies
 from equipoise.models.attention import document_mask
 from equipoise.models.config import ModelConfig
-from equipoise.models.cross_entropy import IGNORED_LABEL, linear_cross_entropy
+from equipoise.models.cross_entropy import IGNORED_LABEL, cross_entropy_and_logprobs
 from equipoise.models.layer import DecoderLayer
 from equipoise.models.mtp import MTPLayer, shift_left, tokens_in_reach
 from equipoise.models.rotary import rotary_tables
@@ -28,6 +28,8 @@ class ModelOutput(NamedTuple):
     loss_sum: float32 scalar, cross-entropy summed over the valid labels (nats); None without labels.
     logits: [B, S, V]; None when labels were given (they are never held whole then).
     routings: one entry per MoE layer that ran, in layer order.
+    logprobs_BS: float32, log-probabilities of the labels at the temperature that was asked for, without gradient; 0 at
+        ignored labels.
     mtp_loss_sum: float32 scalar, the same sum as `loss_sum` for each multi-token-prediction layer, mean over them; None
         without such layers, without labels, and in evaluation mode: they run for the training loss alone.
     """
@@ -36,6 +38,7 @@ class ModelOutput(NamedTuple):
     logits: torch.Tensor | None
     routings: list[Routing]
     mtp_loss_sum: torch.Tensor | None = None
+    logprobs_BS: torch.Tensor | None = None
 
 
 class Decoder(nn.Module):
@@ -102,17 +105,24 @@ class LMHead(nn.Linear):
     """Output projection, with a loss that never holds more than a bounded number of logits."""
 
     def forward(  # type: ignore[override]
-        self, *hiddens_BSD: torch.Tensor, labels_BS: Sequence[torch.Tensor] = ()
+        self, *hiddens_BSD: torch.Tensor, labels_BS: Sequence[torch.Tensor] = (), temperature: float | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Logits of one hidden state; with labels for each, the summed cross-entropy of each in FP32.
+        """Logits of one hidden state; with labels for each, the summed cross-entropy of each in FP32. With a
+        temperature the first labels' log-probabilities follow.
 
         One call serves all of a forward: an FSDP unit that holds it reduces its gradient once.
         """
         if not labels_BS:
             (x_BSD,) = hiddens_BSD
             return super().forward(x_BSD)
-        pairs = zip(hiddens_BSD, labels_BS, strict=True)
-        return [linear_cross_entropy(x.flatten(0, 1), self.weight, labels.flatten()) for x, labels in pairs]
+        sums: list[torch.Tensor] = []
+        logprobs: list[torch.Tensor] = []
+        for x_BSD, labels in zip(hiddens_BSD, labels_BS, strict=True):
+            wanted = None if sums else temperature
+            loss, logprobs_T = cross_entropy_and_logprobs(x_BSD.flatten(0, 1), self.weight, labels.flatten(), wanted)
+            sums.append(loss)
+            logprobs += [] if wanted is None else [logprobs_T]
+        return sums + logprobs
 
 
 class MoEForCausalLM(nn.Module):
@@ -144,6 +154,7 @@ class MoEForCausalLM(nn.Module):
         valid_BS: torch.Tensor | None = None,
         microbatch: int = 0,
         replay: RoutingReplay | None = None,
+        temperature: float | None = None,
     ) -> ModelOutput:
         """Runs the model.
 
@@ -156,6 +167,7 @@ class MoEForCausalLM(nn.Module):
             microbatch: number that tells this forward from others whose backward is still to come.
             replay: recorded experts of this microbatch, to be followed by all layers but those that predict further
                 tokens.
+            temperature: with labels, also their log-probabilities at it.
         """
         depths = self.config.num_nextn_predict_layers if self.training and labels_BS is not None else 0
         reach = tokens_in_reach(input_ids_BS, document_ids_BS, valid_BS, depths)
@@ -168,5 +180,6 @@ class MoEForCausalLM(nn.Module):
         for reach_BS in reach:
             labels_BS = shift_left(labels_BS, IGNORED_LABEL)
             labels.append(labels_BS.masked_fill(~reach_BS, IGNORED_LABEL))
-        loss_sum, *ahead = self.lm_head(*hiddens, labels_BS=labels)
-        return ModelOutput(loss_sum, None, routings, torch.stack(ahead).mean() if ahead else None)
+        loss_sum, *ahead = self.lm_head(*hiddens, labels_BS=labels, temperature=temperature)
+        logprobs_BS = None if temperature is None else ahead.pop().view(labels[0].shape)
+        return ModelOutput(loss_sum, None, routings, torch.stack(ahead).mean() if ahead else None, logprobs_BS)

@@ -130,7 +130,16 @@ class LogprobGap(NamedTuple):
 
 def logprob_gap(training: torch.Tensor, rollout: torch.Tensor, counted: torch.Tensor) -> LogprobGap:
     """From log-probabilities of the same tokens, of any one shape; `counted` is bool. Zeros without tokens."""
+    number, total, largest, kl = gap_sums(training, rollout, counted)
+    number = number.clamp(min=1)
+    return LogprobGap(total / number, largest, kl / number)
+
+
+def gap_sums(
+    training: torch.Tensor, rollout: torch.Tensor, counted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For `LogprobGap` over several microbatches, float64 scalars: tokens, sum of |d|, the largest |d|, sum of the KL's
+    terms."""
     gap = torch.where(counted, (training - rollout).double(), 0.0)
-    number = counted.sum().clamp(min=1)
     largest = gap.abs().max() if gap.numel() else gap.new_zeros(())
-    return LogprobGap(gap.abs().sum() / number, largest, (gap.exp() - 1 - gap).sum() / number)
+    return counted.sum().double(), gap.abs().sum(), largest, (gap.exp() - 1 - gap).sum()

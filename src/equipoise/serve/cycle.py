@@ -20,8 +20,8 @@ from equipoise.accelerator.pinned import host_empty_like
 from equipoise.distributed.agree import raise_together
 from equipoise.distributed.parking import Holder, park, unpark
 from equipoise.distributed.weight_update import Manifest, Packer, plan_buckets
-from equipoise.distributed.weight_update.checksum import checksum
 from equipoise.distributed.world import World
+from equipoise.kernels.checksum import new_totals
 from equipoise.models.config import ModelConfig
 from equipoise.serve.engine import EngineConfig
 from equipoise.serve.model import bind_group
@@ -117,6 +117,7 @@ class TrainAndGenerate:
         self.worker.do_release([WEIGHTS, KV_CACHE])
         self.records: list[PhaseRecord] = []
         self._group: dist.ProcessGroup | None = None
+        self._layout: tuple[Packer, Manifest, int] | None = None
 
     @contextlib.contextmanager
     def generating(self, version: str) -> Iterator["TrainAndGenerate"]:
@@ -178,9 +179,37 @@ class TrainAndGenerate:
     def _update(self, version: str) -> None:
         """Bucket by bucket through one buffer; a rank's own experts never leave it."""
         worker, receiver = self.worker, self.worker.receiver
-        source, specs = weight_source(self.model), self.worker.receiver.specs
-        shared = self._group if self.world.size > 1 else None
-        packer = Packer(source.tensors, source.regions, specs, None if shared is None else lambda: shared)
+        packer, layout, num_shared = self._layout = self._layout or self._plan_update()
+        packer.refresh()
+        manifest = layout.renamed(version)
+        error: Exception | None = None
+        try:
+            receiver.begin(manifest)
+            room = torch.empty(manifest.largest_bucket, dtype=torch.uint8, device=worker.device)
+        except Exception as e:
+            error = e
+        self._together(error)
+        totals = new_totals(len(manifest.buckets), worker.device)
+        sent = []
+        for index in range(len(manifest.buckets)):
+            if index < num_shared or packer.bucket_holders(index) == [self.world.rank]:
+                packer.pack(index, room, totals[index], everywhere=index < num_shared)
+                receiver.load(index, room)
+                sent.append(index)
+        try:
+            sums = totals.tolist()
+            worker.engine.set_version(receiver.commit({index: sums[index] for index in sent}))
+        except Exception as e:
+            error = e
+        self._together(error)
+
+    def _plan_update(self) -> tuple[Packer, Manifest, int]:
+        """The layout of every update, and how many of its buckets all ranks fill together. Collective."""
+        worker, specs, source = self.worker, self.worker.receiver.specs, weight_source(self.model)
+        group = None
+        if self.world.size > 1:
+            group = self._live_group
+        packer = Packer(source.tensors, source.regions, specs, group)
         own: list[list[str]] = [[] for _ in range(self.world.size)]
         everywhere: list[str] = []
         for name in specs:
@@ -195,25 +224,12 @@ class TrainAndGenerate:
         ]
         packer.plan(buckets)
         num_shared = len(plan_buckets(((name, specs[name]) for name in parts[0]), self.bucket_bytes))
-        manifest = Manifest(version=version, tensors=dict(specs), buckets=buckets)
-        error: Exception | None = None
-        try:
-            receiver.begin(manifest)
-            room = torch.empty(manifest.largest_bucket, dtype=torch.uint8, device=worker.device)
-        except Exception as e:
-            error = e
-        self._together(error)
-        sums = {}
-        for index, bucket in enumerate(buckets):
-            if index < num_shared or packer.bucket_holders(index) == [self.world.rank]:
-                packer.pack(index, room, everywhere=index < num_shared)
-                sums[index] = checksum(room[: bucket.num_bytes])
-                receiver.load(index, room)
-        try:
-            worker.engine.set_version(receiver.commit({index: int(value) for index, value in sums.items()}))
-        except Exception as e:
-            error = e
-        self._together(error)
+        return packer, Manifest(version="layout", tensors=dict(specs), buckets=buckets), num_shared
+
+    def _live_group(self) -> dist.ProcessGroup:
+        """Another one in every cycle."""
+        assert self._group is not None
+        return self._group
 
     def _together(self, error: Exception | None) -> None:
         if self._group is not None:

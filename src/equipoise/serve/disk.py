@@ -7,8 +7,8 @@ import torch
 
 from equipoise.checkpoint.hf import Source, open_source
 from equipoise.distributed.weight_update import Manifest, TensorSpec, WeightReceiver, plan_buckets
-from equipoise.distributed.weight_update.checksum import checksum
 from equipoise.errors import EquipoiseError, WeightUpdateError
+from equipoise.kernels.checksum import checksum
 from equipoise.serve.regions import hf_regions
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from equipoise.accelerator import Accelerator
 from equipoise.checkpoint.tensors import checksums
 from equipoise.distributed.watch import describe
-from equipoise.distributed.weight_update import Intake, Manifest, Offer, UpdateGroup, WeightReceiver
+from equipoise.distributed.weight_update import (
+    Intake,
+    Manifest,
+    Offer,
+    Target,
+    TensorSpec,
+    UpdateGroup,
+    WeightReceiver,
+)
 from equipoise.distributed.weight_update.group import reach_store
 from equipoise.errors import EquipoiseError, WeightUpdateError
 from equipoise.models.config import ModelConfig
@@ -76,18 +84,16 @@ class Worker:
         self.model = build_engine_model(model_config, self.device, dtype, group)
         self.num_local_experts = model_config.num_experts // self.num_ranks
         self.engine = Engine(self.model, config)
-        self._make_receiver()
+        self.receiver = WeightReceiver(*self._tensors())
+        self.intake = Intake(self.receiver, accelerator, self.device, deadline_s)
         self.receiver.dirty = "no weights have been loaded"
         self.groups: dict[str, UpdateGroup] = {}
         self.jobs: dict[str, Job] = {}
         self.released: set[str] = set()
         self._snapshot: dict[str, torch.Tensor] | None = None
 
-    def _make_receiver(self) -> None:
-        config = self.model.config
-        specs, targets = engine_tensors(self.model, self.rank * self.num_local_experts, config.num_experts)
-        self.receiver = WeightReceiver(specs, targets)
-        self.intake = Intake(self.receiver, self.accelerator, self.device, self.deadline_s)
+    def _tensors(self) -> tuple[dict[str, TensorSpec], dict[str, Target]]:
+        return engine_tensors(self.model, self.rank * self.num_local_experts, self.model.config.num_experts)
 
     def execute(self, name: str, arguments: dict[str, Any]) -> Any:
         """Runs a command; its result is JSON."""
@@ -225,8 +231,7 @@ class Worker:
         if WEIGHTS in tags:
             for parameter in self.model.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            self.receiver.targets = {}
-            self.receiver.dirty = "the weights' memory was released"
+            self.receiver.give_up_memory("the weights' memory was released")
         self.released |= set(tags)
         self.accelerator.empty_cache()
 
@@ -235,11 +240,9 @@ class Worker:
         if KV_CACHE in tags:
             self.engine.cache.allocate()
         if WEIGHTS in tags and WEIGHTS in self.released:
-            dirty = self.receiver.dirty
             for parameter, shape in zip(self.model.parameters(), self._shapes()):
                 parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-            self._make_receiver()
-            self.receiver.dirty = dirty
+            self.receiver.take_memory(self._tensors()[1])
         self.released -= set(tags)
 
     def _shapes(self) -> list[torch.Size]:
@@ -301,6 +304,8 @@ class Worker:
         for job in self.jobs.values():
             job.stop()
         self.do_close_groups()
+        for job in self.jobs.values():
+            job.join(5.0)  # a thread inside of a backend must not meet the end of the interpreter
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -79,6 +79,8 @@ class StepRecorder:
             **times,
             **loads,
         }
+        if result.rollout is not None:
+            fields |= result.rollout.metrics()
         if self.config.model.router_aux_loss_coef > 0:
             fields["aux_loss"] = result.aux_loss
         if self.config.model.router_z_loss_coef > 0:

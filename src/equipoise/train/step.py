@@ -3,9 +3,10 @@
 Shapes: B sequences, S tokens, L MoE layers, E experts, N microbatches of the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from equipoise.data import IGNORED_LABEL, Batch
 from equipoise.distributed.collectives import all_reduce_sum
 from equipoise.distributed.gradients import clip_factor, clip_gradients, global_grad_norm
 from equipoise.distributed.mesh import Meshes
+from equipoise.errors import DataError
 from equipoise.models.model import ModelOutput, MoEForCausalLM
 from equipoise.moe.bias import update_selection_bias
 from equipoise.moe.layer import MoELayer
@@ -22,6 +24,17 @@ from equipoise.moe.synthetic import Workload
 from equipoise.train.balance_statistics import BalanceResult, sum_records
 from equipoise.train.load_statistics import rank_imbalance
 from equipoise.train.master_adamw import MasterAdamW
+from equipoise.train.rollout import (
+    ROLLOUT_MAX,
+    ROLLOUT_SUMS,
+    ROUTER_COUNTS,
+    Rollout,
+    RolloutResult,
+    add,
+    agree_on_known,
+    compare,
+    result_of,
+)
 from equipoise.train.timing import PhaseTimer
 
 
@@ -37,13 +50,25 @@ def padding_mask(batch: Batch) -> torch.Tensor | None:
     return None if bool(valid.all()) else valid.contiguous()
 
 
-def run_model(model: MoEForCausalLM, batch: Batch, device: torch.device, microbatch: int = 0) -> ModelOutput:
-    """Moves a batch to the device and computes its summed loss."""
-    valid = padding_mask(batch)
+def run_model(
+    model: MoEForCausalLM,
+    batch: Batch,
+    device: torch.device,
+    microbatch: int = 0,
+    rollout: Rollout | None = None,
+    valid: torch.Tensor | None = None,
+) -> ModelOutput:
+    """Moves a batch to the device and computes its summed loss. `rollout`: on the device; `valid`: in place of
+    `padding_mask`."""
+    valid = padding_mask(batch) if valid is None else valid
     if valid is not None:
         valid = valid.to(device, non_blocking=True)
     batch = batch.to(device)
-    return model(batch.input_ids, batch.labels, batch.position_ids, batch.document_ids, valid, microbatch)
+    recorded: dict[str, Any] = {}
+    if rollout is not None:
+        recorded["replay"] = rollout.replay
+        recorded["temperature"] = None if rollout.logprobs_BS is None else rollout.temperature
+    return model(batch.input_ids, batch.labels, batch.position_ids, batch.document_ids, valid, microbatch, **recorded)
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
@@ -62,6 +87,8 @@ class StepResult:
     rank_imbalance_max: the largest of any layer, microbatch and EP group.
     saving: the largest of the ranks' numbers for the checkpoint that is being written.
     balance: what balancing made of these loads; None when it is off.
+    rollout: how training compares with the rollouts that it was given; None without any.
+    router_counts_LE: what the routers would have chosen, where recorded experts were followed instead.
     """
 
     loss: float
@@ -76,6 +103,8 @@ class StepResult:
     stop_requested: bool
     saving: int = 0
     balance: BalanceResult | None = None
+    rollout: RolloutResult | None = None
+    router_counts_LE: torch.Tensor | None = None
 
 
 class TrainStep:
@@ -107,7 +136,9 @@ class TrainStep:
         for layer in self.layers:
             layer.gate.synthetic = None if workload is None else workload.routing(step, rank)
 
-    def forward_backward(self, batches: list[Batch], num_tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def forward_backward(
+        self, batches: list[Batch], num_tokens: int, rollouts: Sequence[Rollout] | None = None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Accumulates gradients of the step's loss over this rank's microbatches.
 
         The loss is the sum over tokens divided by `num_tokens`, the valid tokens of the whole step on all ranks;
@@ -115,8 +146,12 @@ class TrainStep:
         Auxiliary losses weigh each microbatch by its share of those tokens. So gradients add up over ranks and
         microbatches to those of one large batch.
 
+        `rollouts`: what was recorded of each microbatch, on every rank or on none. Recorded experts are followed, with
+        the weights and gradients of the live router; auxiliary losses and selection biases see what it would choose.
+
         Returns:
-            This rank's sums of the losses (already divided, before their weights), and counts_NLE int64.
+            This rank's sums of the losses (already divided, before their weights) and, with rollouts, of what `compare`
+            finds; and counts_NLE int64.
         """
         config = self.model.config
         weights = {
@@ -129,9 +164,14 @@ class TrainStep:
             self.balancer.take_waited_s()
         sums = {name: torch.zeros((), device=self.device) for name in ("loss", *weights)}
         counts = []
+        valid: Sequence[torch.Tensor | None] = [None] * len(batches)
+        recorded: Sequence[Rollout | None] = [None] * len(batches)
+        if rollouts is not None:
+            valid, recorded = self._prepare_rollouts(batches, rollouts)
         for number, batch in enumerate(batches):
             with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
-                output = run_model(self.model, batch, self.device, number)
+                rollout = recorded[number]
+                output = run_model(self.model, batch, self.device, number, rollout, valid[number])
                 assert output.loss_sum is not None
                 share = batch.num_valid_tokens / num_tokens
                 terms = {"loss": output.loss_sum / num_tokens}
@@ -147,11 +187,34 @@ class TrainStep:
                         loss = loss + weight * terms[name]
                 for name, term in terms.items():
                     sums[name] += term.detach()
+                if rollout is not None:
+                    add(sums, compare(output, rollout, batch.labels.to(self.device)))
             with self.timer.phase("backward"), self.operation(f"backward of microbatch {number}"):
                 loss.backward()
         shape = (len(batches), len(self.layers), config.num_experts)
         counts_NLE = torch.stack(counts).long() if counts else torch.zeros(shape, dtype=torch.int64, device=self.device)
         return sums, counts_NLE
+
+    def _prepare_rollouts(
+        self, batches: list[Batch], rollouts: Sequence[Rollout]
+    ) -> tuple[list[torch.Tensor], list[Rollout]]:
+        """Which tokens take part, and the rollouts on the device; where all of their experts are known, replicas are
+        placed ahead."""
+        if len(rollouts) != len(batches):
+            raise DataError(f"{len(rollouts)} rollouts for {len(batches)} microbatches: expected one for each")
+        valid = []
+        for batch, rollout in zip(batches, rollouts):
+            if rollout.valid_BS.shape != batch.labels.shape:
+                raise DataError(
+                    f"a rollout of {list(rollout.valid_BS.shape)} tokens for a microbatch of "
+                    f"{list(batch.labels.shape)}: collate both together"
+                )
+            mask = padding_mask(batch)
+            valid.append(rollout.valid_BS if mask is None else rollout.valid_BS & mask)
+        if self.balancer is not None:
+            group = self.meshes.ep_group if self.meshes.sizes.ep > 1 else None
+            rollouts = agree_on_known(rollouts, valid, group, self.device)
+        return valid, [rollout.to(self.device) for rollout in rollouts]
 
     def reduce(
         self, sums: dict[str, torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool, saving: int = 0
@@ -169,6 +232,7 @@ class TrainStep:
         worst = torch.ones((), dtype=torch.float64, device=self.device)
         if imbalance_NL.numel():
             worst = torch.maximum(worst, imbalance_NL.max())
+        is_replayed = ROLLOUT_MAX in sums
         maxima = [worst, worst.new_tensor([float(stop), float(saving)])]
         balance_sums: list[torch.Tensor] = []
         if self.balancer is not None:
@@ -177,20 +241,32 @@ class TrainStep:
             )
             balance_sums = [after_L.to(self.device), totals.to(self.device)]
             maxima.append(worst.new_tensor(worst_after))
+        rollout_sums: list[torch.Tensor] = []
+        if is_replayed:
+            maxima.append(sums[ROLLOUT_MAX])
+            router_counts_LE = sums.get(ROUTER_COUNTS, torch.zeros_like(counts_NLE[0]))
+            rollout_sums = [router_counts_LE, *(sums[name] for name in ROLLOUT_SUMS)]
         largest = torch.cat([x.reshape(-1) for x in maxima])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=everyone)
         norm = global_grad_norm(self.parameters, self.meshes.shard_group)
-        loss, aux, z, mtp, counts_LE, imbalance_L, *balance_sums = all_reduce_sum(
-            [*sums.values(), counts_NLE.sum(0), imbalance_NL.mean(0) / sizes.world, *balance_sums], everyone
+        losses = [sums[name] for name in ("loss", "aux_loss", "z_loss", "mtp_loss")]
+        loss, aux, z, mtp, counts_LE, imbalance_L, *others = all_reduce_sum(
+            [*losses, counts_NLE.sum(0), imbalance_NL.mean(0) / sizes.world, *balance_sums, *rollout_sums], everyone
         )
+        balance_sums, rollout_sums = others[: len(balance_sums)], others[len(balance_sums) :]
         # The step's one wait for the device: whether the update may be made has to be known on the host.
-        scalars = [torch.stack([loss, aux, z, mtp, norm, *largest]), *(x.reshape(-1) for x in balance_sums[1:])]
-        values = torch.cat(scalars).tolist()
+        scalars = [torch.stack([loss, aux, z, mtp, norm, *largest]), *balance_sums[1:], *rollout_sums[1:]]
+        values = torch.cat([x.reshape(-1) for x in scalars]).tolist()
         if self.model.symmetric_space is not None:
             self.model.symmetric_space.check()  # whatever a kernel has found out is known now, before the update
-        balance = None
+        balance, rollout, rest = None, None, values[8:]
+        after_max = rest.pop(0) if self.balancer is not None else 0.0
+        gap_max = rest.pop(0) if is_replayed else 0.0
+        if is_replayed:
+            rollout = result_of(dict(zip(ROLLOUT_SUMS, rest[-len(ROLLOUT_SUMS) :])) | {ROLLOUT_MAX: gap_max})
+            rest = rest[: -len(ROLLOUT_SUMS)]
         if self.balancer is not None:
-            balance = BalanceResult(balance_sums[0], *values[8:])
+            balance = BalanceResult(balance_sums[0], after_max, *rest)
         result = StepResult(
             loss=values[0],
             aux_loss=values[1],
@@ -204,6 +280,8 @@ class TrainStep:
             stop_requested=values[6] > 0,
             saving=int(values[7]),
             balance=balance,
+            rollout=rollout,
+            router_counts_LE=rollout_sums[0] if is_replayed else None,
         )
         return result, norm
 
@@ -219,7 +297,8 @@ class TrainStep:
                 clip_gradients(self.parameters, norm, self.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        for layer, counts_E in zip(self.layers, result.counts_LE):
+        counts_LE = result.counts_LE if result.router_counts_LE is None else result.router_counts_LE
+        for layer, counts_E in zip(self.layers, counts_LE):
             if layer.gate.e_score_correction_bias is not None:
                 speed = self.model.config.bias_update_speed
                 update_selection_bias(layer.gate.e_score_correction_bias, counts_E, speed)

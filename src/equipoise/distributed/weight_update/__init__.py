@@ -1,6 +1,6 @@
 """Updates of a running engine's weights from a trainer: one converter, two paths, one protocol."""
 
-from equipoise.distributed.weight_update.client import EngineClient, EngineInfo, Layout
+from equipoise.distributed.weight_update.client import EngineClient, EngineInfo, EngineSeconds, Layout
 from equipoise.distributed.weight_update.colocated import ColocatedUpdate
 from equipoise.distributed.weight_update.distributed import DistributedUpdate
 from equipoise.distributed.weight_update.group import UpdateGroup
@@ -17,6 +17,7 @@ __all__ = [
     "DistributedUpdate",
     "EngineClient",
     "EngineInfo",
+    "EngineSeconds",
     "Intake",
     "Layout",
     "Manifest",

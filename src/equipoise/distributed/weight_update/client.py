@@ -49,6 +49,9 @@ class BroadcastGroup(Protocol):
         ...
 
 
+EngineSeconds = Sequence[Mapping[str, float]] | None
+"""Seconds by phase of each engine rank; None where the engine does not say."""
+
 GroupMaker = Callable[[str, int, int, torch.device], BroadcastGroup]
 """From address, port, number of ranks and the trainer's device; meets the engines."""
 
@@ -89,11 +92,11 @@ class EngineClient(Protocol):
         """Opens an update; refuses one that does not fit before anything is sent."""
         ...
 
-    def receive(self, manifest: Manifest, group: str, indices: Sequence[int]) -> None:
+    def receive(self, manifest: Manifest, group: str, indices: Sequence[int]) -> EngineSeconds:
         """Lets the engine receive buckets, in this order, through a group; returns when they are in place."""
         ...
 
-    def load(self, manifest: Manifest, offers: Sequence[dict[str, Any]]) -> None:
+    def load(self, manifest: Manifest, offers: Sequence[dict[str, Any]]) -> EngineSeconds:
         """Lets the engine take buckets from memory of this machine: for each engine rank an offer; returns when they
         are in place."""
         ...

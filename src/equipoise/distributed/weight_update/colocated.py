@@ -1,40 +1,66 @@
 """Updates of engines on the same machine, through memory that both processes see.
 
-Each trainer rank has room for two buckets, which an engine rank reads while the next one is filled. On devices whose
-memory can be shared between processes the room is there; otherwise it is shared memory of the host. The engine is
-asked once; from then on both sides count in a small shared segment: the trainer which buckets are ready, each reader
-which it has taken.
+On devices whose memory can be shared between processes each trainer rank has room for a bucket there, which it fills
+and an engine rank reads, by turns. Otherwise there is room for two in shared memory of the host, and one is read while
+the other is filled. The engine is asked once; from then on both sides count in a small shared segment: the trainer
+which buckets are ready, each reader which it has taken.
 
 Every engine rank gets what it needs from one trainer rank. Where experts live on the same ranks on both sides, each
 trainer rank offers only its own experts, and ranks whose buckets are fewer offer empty ones, so that all stay in step.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from equipoise.accelerator import Accelerator
+from equipoise.distributed.weight_update.client import EngineClient
 from equipoise.distributed.weight_update.manifest import Manifest
 from equipoise.distributed.weight_update.phases import Phases
-from equipoise.distributed.weight_update.sender import WeightUpdate
+from equipoise.distributed.weight_update.sender import WeightSource, WeightUpdate
 from equipoise.distributed.weight_update.shared_memory import Reader, Segment
 from equipoise.errors import WeightUpdateError
 
 EMPTY = -1
 """Stands for a bucket in which a rank has nothing."""
-NUM_SLOTS = 2
+SLOTS_ON_HOST, SLOTS_ON_DEVICE = 2, 1
+"""On the host one bucket is filled while another is read. Two processes that work on one device at a time only take it
+from each other."""
 READY, STATE, TAKEN = 0, 1, 2
 """Places of the shared numbers: buckets that are ready, the sender's state, and from there on each reader's count."""
 RUNNING, GAVE_UP = 0, 1
 
 
 class ColocatedUpdate(WeightUpdate):
-    """See the module docstring. Engine ranks are dealt to trainer ranks in order, over all engines."""
+    """See the module docstring. Engine ranks are dealt to trainer ranks in order, over all engines.
+
+    num_slots: buckets for which there is room; None: one in a device's memory, where trainer and engine take turns, two
+    in the host's.
+    """
 
     _data: "Segment | None" = None
     _counts: "Segment | None" = None
     _room: torch.Tensor | None = None
-    _exported: Any = None
+    _exported: dict[str, Any] | None = None
+    _steps: Sequence[list[int]] = ()
+    """For each step the bucket of every trainer rank: the same for all, or each its own, or empty."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        clients: Sequence[EngineClient],
+        accelerator: Accelerator,
+        *,
+        num_slots: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, clients, accelerator, **options)
+        if num_slots is not None and num_slots < 1:
+            raise WeightUpdateError(f"num_slots is {num_slots}: expected at least 1")
+        on_device = self.device.type != "cpu" and accelerator.shares_memory()
+        self.num_slots = num_slots or (SLOTS_ON_DEVICE if on_device else SLOTS_ON_HOST)
 
     @property
     def extra_bytes(self) -> int:
@@ -60,7 +86,7 @@ class ColocatedUpdate(WeightUpdate):
         return [shared, *local]
 
     def _connect(self) -> None:
-        """Room for two buckets; it is kept until `close`."""
+        """Room for buckets; it is kept until `close`."""
         size = max((bucket.num_bytes for bucket in self.packer.buckets), default=0)
         self._slot_bytes = -(-max(size, 1) // 4096) * 4096
         if self._room is not None:
@@ -68,12 +94,13 @@ class ColocatedUpdate(WeightUpdate):
 
         def make() -> None:
             if self.device.type != "cpu":
-                self._room = torch.empty(NUM_SLOTS * self._slot_bytes, dtype=torch.uint8, device=self.device)
+                self._room = torch.empty(self.num_slots * self._slot_bytes, dtype=torch.uint8, device=self.device)
             if self.device.type == "cpu" or not self.accelerator.shares_memory():
-                self._data = Segment(NUM_SLOTS * self._slot_bytes)
+                self._data = Segment(self.num_slots * self._slot_bytes)
             if self._room is None:
                 assert self._data is not None
                 self._room = self._data.tensor
+            self._exported = self.accelerator.share_memory(self._room) if self._data is None else self._data.handle()
             self._counts = Segment(8 * (TAKEN + sum(info.num_ranks for info in self.infos)))
 
         self._together(make)
@@ -84,11 +111,10 @@ class ColocatedUpdate(WeightUpdate):
         for segment in (self._data, self._counts):
             if segment is not None:
                 segment.close()
-        self._data = self._counts = self._room = None
+        self._data = self._counts = self._room = self._exported = None
         self.accelerator.ipc_collect()
 
-    def _steps(self) -> list[list[int]]:
-        """For each step the bucket of every trainer rank: the same for all, or each its own, or empty."""
+    def _plan(self) -> None:
         shared, local = [], [list[int]() for _ in range(self.num_ranks)]
         owners = {name: rank for rank, names in enumerate(self._order()[1:]) for name in names}
         for index, bucket in enumerate(self.packer.buckets):
@@ -99,15 +125,16 @@ class ColocatedUpdate(WeightUpdate):
                 local[owner].append(index)
         longest = max(map(len, local))
         padded = [indices + [EMPTY] * (longest - len(indices)) for indices in local]
-        return shared + [list(row) for row in zip(*padded)]
+        self._steps = shared + [list(row) for row in zip(*padded)]
 
     def _move(self, manifest: Manifest, phases: Phases) -> dict[int, torch.Tensor]:
         assert self._room is not None
         assert self._counts is not None
-        steps = self._steps()
+        steps = self._steps
         counts = self._counts.tensor.view(torch.int64)
         counts.zero_()
-        offers, readers = self._offers([row[self.rank] for row in steps])
+        with phases.host("share"):
+            offers, readers = self._offers([row[self.rank] for row in steps])
         root = None if self.rank == 0 else Reader(offers[0][0]["counts"])
         calls = []
         if self.rank == 0:
@@ -125,7 +152,7 @@ class ColocatedUpdate(WeightUpdate):
             index = steps[number][self.rank]
             if index != EMPTY:
                 is_shared = all(other == index for other in steps[number])
-                sums[index] = self._offer(manifest, index, number % NUM_SLOTS, phases, is_shared)
+                sums[index] = self._offer(manifest, index, number % self.num_slots, phases, is_shared)
             counts[READY] = number + 1
 
         def wait_for(number: int) -> None:
@@ -136,15 +163,16 @@ class ColocatedUpdate(WeightUpdate):
 
         def rest() -> None:
             for number in range(num_shared, len(steps)):
-                wait_for(number + 1 - NUM_SLOTS)
+                wait_for(number + 1 - self.num_slots)
                 step(number)
             wait_for(len(steps))
             with phases.host("wire"):
-                self._finish_calls(calls)
+                for seconds in self._finish_calls(calls):
+                    phases.add_engine(seconds)
 
         try:
             for number in range(num_shared):
-                self._together(functools.partial(wait_for, number + 1 - NUM_SLOTS))
+                self._together(functools.partial(wait_for, number + 1 - self.num_slots))
                 step(number)
             self._together(rest)
         finally:
@@ -171,14 +199,9 @@ class ColocatedUpdate(WeightUpdate):
         assert self._counts is not None
         readers = range(sum(info.num_ranks for info in self.infos))
         own = [reader for reader in readers if reader % self.num_ranks == self.rank]
-        room: list[Any] = [None] * len(own)
-        if self._data is None:
-            assert self._room is not None
-            room = [self.accelerator.share_memory(self._room) for _ in own]  # each export is opened once
-        else:
-            room = [self._data.handle()] * len(own)
-        base = {"counts": self._counts.handle(), "slot_bytes": self._slot_bytes, "buckets": mine}
-        offers = [[reader, {**base, "memory": memory, "reader": reader}] for reader, memory in zip(own, room)]
+        base: dict[str, Any] = {"memory": self._exported, "counts": self._counts.handle()}
+        base |= {"num_slots": self.num_slots, "slot_bytes": self._slot_bytes}
+        offers = [[reader, {**base, "buckets": mine, "reader": reader}] for reader in own]
         by_reader = {reader: offer for rank in self._gather(offers) for reader, offer in rank}
         found, first = [], 0
         for info in self.infos:

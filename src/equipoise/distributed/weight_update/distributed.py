@@ -76,6 +76,9 @@ class DistributedUpdate(WeightUpdate):
             by_holders.setdefault(holders if alone else (), []).append(name)
         return [by_holders[key] for key in sorted(by_holders)]
 
+    def _plan(self) -> None:
+        pass
+
     def _connect(self) -> None:
         size = max((bucket.num_bytes for bucket in self.packer.buckets), default=0)
         self._slot_bytes = -(-max(size, 1) // 256) * 256
@@ -168,7 +171,8 @@ class DistributedUpdate(WeightUpdate):
             for turn in range(NUM_SLOTS):
                 free(turn)
             with phases.host("wire"):
-                self._finish_calls(calls)
+                for seconds in self._finish_calls(calls):
+                    phases.add_engine(seconds)
 
         for number, index in enumerate(collective):
             self._together(functools.partial(free, number % NUM_SLOTS))

@@ -14,22 +14,23 @@ from torch import distributed as dist
 
 from equipoise.accelerator import Accelerator
 from equipoise.config import Config
-from equipoise.distributed.weight_update.colocated import EMPTY, NUM_SLOTS, READY, RUNNING, STATE, TAKEN
+from equipoise.distributed.weight_update.colocated import EMPTY, READY, RUNNING, STATE, TAKEN
 from equipoise.distributed.weight_update.group import UpdateGroup
+from equipoise.distributed.weight_update.polling import rest
 from equipoise.distributed.weight_update.receiver import WeightReceiver
 from equipoise.distributed.weight_update.shared_memory import Reader
 from equipoise.errors import WeightUpdateError
-
-POLL_S = 5e-5
 
 
 class Offer(Config):
     """What a colocated trainer rank offers one engine rank."""
 
     memory: dict[str, Any]
-    """Handle of the room for two buckets."""
+    """Handle of the room for buckets."""
     counts: dict[str, Any]
     """Handle of the shared numbers."""
+    num_slots: int = Field(gt=0)
+    """For so many buckets, which take turns."""
     slot_bytes: int = Field(gt=0)
     """Size of the room for one bucket."""
     buckets: list[int]
@@ -48,6 +49,10 @@ class Offer(Config):
             raise WeightUpdateError(f"an offer is malformed at {where or 'its root'}: {first['msg']}") from None
 
 
+NUM_SLOTS = 2
+"""Of a broadcast's receiver: one arrives while one is put in place."""
+
+
 class Intake:
     """Of one engine rank. `stopped` tells a running intake to give up."""
 
@@ -60,7 +65,8 @@ class Intake:
     def take_broadcasts(
         self, group: UpdateGroup, indices: Sequence[int], stopped: Callable[[], bool]
     ) -> dict[str, float]:
-        """Receives buckets in this order; the next one arrives while one is put in place. Returns seconds."""
+        """Receives buckets in this order; the next one arrives while one is put in place. Returns seconds: waiting for
+        the network, and the whole."""
         manifest = self._manifest(indices)
         size = -(-max((manifest.buckets[i].num_bytes for i in indices), default=0) // 256) * 256
         started = time.perf_counter()
@@ -72,9 +78,11 @@ class Intake:
                 data = room[first : first + manifest.buckets[indices[number]].num_bytes]
                 return indices[number], data, group.broadcast(data)
 
+            waited = 0.0
             under_way = [post(number) for number in range(min(NUM_SLOTS, len(indices)))]
             for number in range(len(indices)):
                 index, data, work = under_way.pop(0)
+                began = time.perf_counter()
                 self._wait(work.is_completed, stopped, f"bucket {index} of group {group.name!r} did not arrive")
                 try:
                     work.wait()
@@ -82,22 +90,26 @@ class Intake:
                     raise WeightUpdateError(
                         f"bucket {index} of group {group.name!r} did not arrive: {str(error).splitlines()[0]}"
                     ) from error
+                waited += time.perf_counter() - began
                 self.receiver.load(index, data)
                 if number + NUM_SLOTS < len(indices):
                     under_way.append(post(number + NUM_SLOTS))  # on the same stream: behind the copy out of its slot
             self.accelerator.current_stream().synchronize()
-        return {"receive": time.perf_counter() - started}
+        return {"wait": waited, "receive": time.perf_counter() - started}
 
     def take_shared(self, offer: Offer, stopped: Callable[[], bool]) -> dict[str, float]:
-        """Takes the buckets of every step as they become ready. Returns seconds."""
+        """Takes the buckets of every step as they become ready. Returns seconds: to open and close the memory, waiting
+        for the trainer, and to load (copy into place and sum)."""
         taken = [index for index in offer.buckets if index != EMPTY]
         manifest = self._manifest(taken)
         if any(manifest.buckets[index].num_bytes > offer.slot_bytes for index in taken):
             raise WeightUpdateError(f"a bucket is larger than the {offer.slot_bytes} bytes that are offered for it")
-        seconds = {"waited": 0.0, "load": 0.0}
+        seconds = {"open": 0.0, "wait": 0.0, "load": 0.0}
         with contextlib.ExitStack() as stack:
+            started = time.perf_counter()
             counts = stack.enter_context(contextlib.closing(Reader(offer.counts, write=True)))
             memory = self._open(offer, stack)
+            seconds["open"] = time.perf_counter() - started
             with self._own_stream("memory"):
                 for step, index in enumerate(offer.buckets):
                     started = time.perf_counter()
@@ -110,12 +122,15 @@ class Intake:
                     self._wait(is_ready, stopped, f"bucket {index} was not offered")
                     ready = time.perf_counter()
                     if index != EMPTY:
-                        first = step % NUM_SLOTS * offer.slot_bytes
+                        first = step % offer.num_slots * offer.slot_bytes
                         self.receiver.load(index, memory(first, manifest.buckets[index].num_bytes))
                         self.accelerator.current_stream().synchronize()
                     counts.write_number(TAKEN + offer.reader, step + 1)
-                    seconds["waited"] += ready - started
+                    seconds["wait"] += ready - started
                     seconds["load"] += time.perf_counter() - ready
+            started = time.perf_counter()
+            del memory
+            seconds["close"] = time.perf_counter() - started
         return seconds
 
     def _open(self, offer: Offer, stack: contextlib.ExitStack) -> Callable[[int, int], torch.Tensor]:
@@ -130,9 +145,10 @@ class Intake:
 
             return read
         opened = self.accelerator.open_memory(offer.memory)
-        if opened.numel() < NUM_SLOTS * offer.slot_bytes:
+        if opened.numel() < offer.num_slots * offer.slot_bytes:
             raise WeightUpdateError(
-                f"{opened.numel()} bytes of memory are offered, fewer than {NUM_SLOTS} slots of {offer.slot_bytes}"
+                f"{opened.numel()} bytes of memory are offered, fewer than {offer.num_slots} slots of "
+                f"{offer.slot_bytes}"
             )
         return lambda first, count: opened[first : first + count]
 
@@ -152,10 +168,10 @@ class Intake:
         return self.accelerator.use_stream(self._streams[name])
 
     def _wait(self, ready: Callable[[], bool], stopped: Callable[[], bool], what: str) -> None:
-        limit = time.monotonic() + self.deadline_s
+        started = time.monotonic()
         while not ready():
             if stopped():
                 raise WeightUpdateError(f"{what}: the update was given up")
-            if time.monotonic() > limit:
+            if time.monotonic() > started + self.deadline_s:
                 raise WeightUpdateError(f"{what} within {self.deadline_s:g} s")
-            time.sleep(POLL_S)
+            rest(started, self.device)

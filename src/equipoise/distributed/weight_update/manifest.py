@@ -6,7 +6,7 @@ checkpoints. A bucket is a run of bytes that is moved at a time; a tensor that i
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -65,6 +65,20 @@ class Bucket(Config):
 
     num_bytes: NonNegativeInt
     pieces: list[Piece]
+
+    def spans(self, tensors: Mapping[str, TensorSpec], without: Container[str] = ()) -> list[tuple[int, int]]:
+        """Offset and number of bytes of its pieces, neighbours joined; what lies between is padding. `without`: names
+        that are left out."""
+        found: list[tuple[int, int]] = []
+        for name, _, count, offset in self.pieces:
+            size = count * tensors[name].row_bytes
+            if name in without or not size:
+                continue
+            if found and sum(found[-1]) == offset:
+                found[-1] = (found[-1][0], found[-1][1] + size)
+            else:
+                found.append((offset, size))
+        return found
 
 
 class Manifest(Config):

@@ -3,11 +3,12 @@
 A bucket whose bytes are all on one rank is filled there. Otherwise every rank puts its shards into zeros and a sum
 over the ranks brings them together (sums of integers with one term that is not zero: exact for every bit pattern), so
 that no rank ever holds more than a bucket beside its shards, whatever the sharding. Casting to the dtype of the wire
-is part of the copy into the bucket.
+is part of the copy into the bucket, and so is its checksum where one rank has all of it.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.weight_update.manifest import Bucket, TensorSpec
 from equipoise.errors import WeightUpdateError
+from equipoise.kernels.checksum import add_checksum, copy_with_checksum
 
 
 class Region(NamedTuple):
@@ -91,7 +93,7 @@ class Packer:
     def plan(self, buckets: Sequence[Bucket], one_sender: bool = False) -> None:
         """Takes a layout, the same on every rank. `one_sender`: rank 0 owns every bucket."""
         self.buckets, self._one_sender = buckets, one_sender
-        self._work = [self._plan(bucket) for bucket in buckets]
+        self._work = [sorted(self._plan(bucket), key=_size, reverse=True) for bucket in buckets]
         self._bucket_holders = [self._find_holders(bucket) for bucket in buckets]
 
     def _holds(self, name: str) -> bool:
@@ -113,31 +115,46 @@ class Packer:
         ranks = {rank for piece in bucket.pieces for rank in self.holders[piece.name]}
         return sorted(ranks | {0} if self._one_sender else ranks) or [0]
 
-    def pack(self, index: int, out: torch.Tensor, *, everywhere: bool = False) -> None:
+    def pack(
+        self,
+        index: int,
+        out: torch.Tensor,
+        total: torch.Tensor | None = None,
+        *,
+        everywhere: bool = False,
+        phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Fills `out` (uint8, at least the bucket) on the owner, or on every rank: then, and where there are several
-        holders, every rank calls it. Puts work on the current stream."""
-        bucket, holders = self.buckets[index], self.bucket_holders(index)
+        holders, every rank calls it. Adds the bucket's checksum to `total`. Puts work on the current stream; `phase`
+        surrounds its parts: pack (convert, flatten and, without a gather, sum), gather, checksum."""
+        bucket, holders, work = self.buckets[index], self.bucket_holders(index), self._work[index]
         data = out[: bucket.num_bytes]
         collective = self._group is not None and (len(holders) > 1 or everywhere)
-        if collective:
+        if collective:  # what other ranks hold is added to zeros
             data.zero_()
-        with torch.no_grad():
-            for copy in self._work[index]:
-                self._copy(copy, data)
+        in_one_pass = not collective and all(isinstance(copy, _Run) for copy in work)
+        with torch.no_grad(), phase("pack"):
+            for copy in work:
+                self._copy(copy, data, total if in_one_pass else None)
         if collective:
             words = data.view(torch.int32) if data.numel() % 4 == 0 else data
             assert self._group is not None
             group = self._group()
-            if everywhere:
-                dist.all_reduce(words, group=group)
-            else:
-                dist.reduce(words, dist.get_process_group_ranks(group)[holders[0]], group=group)
+            with phase("gather"):
+                if everywhere:
+                    dist.all_reduce(words, group=group)
+                else:
+                    dist.reduce(words, dist.get_process_group_ranks(group)[holders[0]], group=group)
+        if total is not None and not in_one_pass:
+            with phase("checksum"):
+                for offset, size in bucket.spans(self._specs):
+                    add_checksum(data[offset : offset + size], offset, total)
 
-    def _copy(self, copy: "_Copy | _Run", data: torch.Tensor) -> None:
+    def _copy(self, copy: "_Copy | _Run", data: torch.Tensor, total: torch.Tensor | None) -> None:
         local = _local(self._tensors[copy.name])
         if isinstance(copy, _Run):
             source = local.detach().view(-1)[copy.start : copy.start + copy.numel]
-            _place(data, copy.offset, copy.dtype, source.numel(), source)
+            _place(data, copy.offset, copy.dtype, source, total)
             return
         source = local.detach()[copy.source]
         end = copy.offset + math.prod(copy.rows_shape) * copy.dtype.itemsize
@@ -171,12 +188,16 @@ class Packer:
         return work
 
 
-def _place(data: torch.Tensor, offset: int, dtype: torch.dtype, numel: int, source: torch.Tensor) -> None:
-    place = data[offset : offset + numel * dtype.itemsize]
+def _place(
+    data: torch.Tensor, offset: int, dtype: torch.dtype, source: torch.Tensor, total: torch.Tensor | None
+) -> None:
+    place = data[offset : offset + source.numel() * dtype.itemsize]
     if (data.storage_offset() + offset) % dtype.itemsize:  # layouts of servers that do not align
-        place.copy_(source.to(dtype).contiguous().view(torch.uint8))
-    else:
+        source, dtype = source.to(dtype).contiguous().view(torch.uint8), torch.uint8
+    if total is None:
         place.view(dtype).copy_(source)
+    else:
+        copy_with_checksum(source, place.view(dtype), offset, total)
 
 
 def _append_run(work: "list[_Copy | _Run]", run: _Run) -> None:
@@ -188,6 +209,11 @@ def _append_run(work: "list[_Copy | _Run]", run: _Run) -> None:
             work[-1] = last._replace(numel=last.numel + run.numel)
             return
     work.append(run)
+
+
+def _size(copy: "_Copy | _Run") -> int:
+    """Elements. The largest comes first: others are launched while it runs."""
+    return copy.numel if isinstance(copy, _Run) else math.prod(part.stop - part.start for part in copy.source)
 
 
 def _flat(start: Sequence[int], shape: Sequence[int]) -> int:

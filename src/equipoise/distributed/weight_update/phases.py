@@ -15,6 +15,7 @@ class Phases:
 
     accelerator: Accelerator
     seconds: dict[str, float] = field(default_factory=dict)
+    engine: dict[str, float] = field(default_factory=dict)
     _events: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -37,6 +38,12 @@ class Phases:
             end.record()
             self._events.append((name, start, end))
 
+    def add_engine(self, ranks: Any) -> None:
+        """What an engine says of its ranks' seconds, if it does: the longest of each phase counts."""
+        for rank in ranks or ():
+            for name, value in rank.items():
+                self.engine[name] = max(self.engine.get(name, 0.0), float(value))
+
     def finish(self) -> dict[str, float]:
         """All phases, after waiting for the device."""
         self.accelerator.synchronize()
@@ -48,15 +55,16 @@ class Phases:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did. num_bytes: of all buckets. seconds: of the whole, from pause to commit. phases: seconds by
-    phase; of this rank, and, as `load`, of its slowest engine rank where engines say. extra_bytes: memory that this
-    rank took for buckets."""
+    """What an update did. num_bytes: of all buckets. seconds: of the whole, from pause to resume. phases: seconds by
+    phase on this rank. engine_phases: of the slowest engine rank, where engines say; on rank 0. extra_bytes: memory
+    that this rank took for buckets."""
 
     version: str
     num_bytes: int
     num_buckets: int
     seconds: float
     phases: dict[str, float]
+    engine_phases: dict[str, float]
     extra_bytes: int
 
     @property

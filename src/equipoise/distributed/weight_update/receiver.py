@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from equipoise.distributed.weight_update.checksum import checksum
 from equipoise.distributed.weight_update.manifest import Bucket, Manifest, TensorSpec
 from equipoise.errors import WeightUpdateError
+from equipoise.kernels.checksum import add_checksum, copy_with_checksum, new_totals
 
 
 class Target(NamedTuple):
@@ -42,9 +42,10 @@ class WeightReceiver:
         self.dirty: str | None = None
         self.manifest: Manifest | None = None
         self._sums: dict[int, torch.Tensor] = {}
+        self._totals: torch.Tensor | None = None
         self._is_written = False
         self._known: Manifest | None = None
-        self._copies_of: dict[int, list[Copy]] = {}
+        self._plans: dict[int, tuple[list[Copy], list[tuple[int, int]]]] = {}
 
     def knows(self, digest: str) -> Manifest | None:
         """The layout of that digest, if it is the one of the last update that fitted."""
@@ -57,27 +58,46 @@ class WeightReceiver:
         if self.knows(manifest.digest) is None:
             manifest.check_layout()
             manifest.check_against(self.specs)
-            self._known, self._copies_of = manifest, {}
+            self._known, self._plans = manifest, {}
         if self.dirty is not None and manifest.partial:
             raise WeightUpdateError(f"the weights are dirty ({self.dirty}): a partial update cannot repair them")
-        self.manifest, self._sums, self._is_written = manifest, {}, False
+        self.manifest, self._sums, self._totals, self._is_written = manifest, {}, None, False
 
     def load(self, index: int, data: torch.Tensor) -> None:
-        """Puts the pieces of a bucket that belong here into the parameters; uint8, at least as long as the bucket.
+        """Puts the pieces of a bucket that belong here into the parameters; uint8, at least as long as the bucket. Each
+        byte is read once: the copy computes the checksum as well.
 
         On an accelerator it puts work on the current stream and does not wait. `data` may be reused behind it.
         """
         bucket = self._open().buckets[index]
         if index in self._sums:
             raise WeightUpdateError(f"bucket {index} has arrived twice")
-        if index not in self._copies_of:
-            self._copies_of[index] = self._copies(bucket)
-        copies = self._copies_of[index]
+        if index not in self._plans:
+            self._plans[index] = self._copies(bucket), bucket.spans(self._open().tensors, without=self.targets)
+        copies, others = self._plans[index]
         self._is_written |= bool(copies)
-        self._sums[index] = checksum(data[: bucket.num_bytes])
+        if self._totals is None:
+            self._totals = new_totals(len(self._open().buckets), data.device)
+        total = self._sums[index] = self._totals[index]
         with torch.no_grad():
             for offset, flat, start, numel in copies:
-                flat[start : start + numel].copy_(data[offset : offset + numel * flat.itemsize].view(flat.dtype))
+                source = data[offset : offset + numel * flat.itemsize]
+                if (source.storage_offset()) % flat.itemsize:  # a sender that does not align its buckets
+                    source = source.clone()
+                copy_with_checksum(source.view(flat.dtype), flat[start : start + numel], offset, total)
+            for offset, size in others:
+                add_checksum(data[offset : offset + size], offset, total)
+
+    def give_up_memory(self, reason: str) -> None:
+        """Keeps no view of a parameter, since their memory is about to go. Dirty until an update after
+        `take_memory`."""
+        self.abandon(reason)
+        self.targets, self._plans = {}, {}
+        self.dirty = reason
+
+    def take_memory(self, targets: Mapping[str, Target]) -> None:
+        """New places of the tensors that this rank holds."""
+        self.targets, self._plans = targets, {}
 
     def commit(self, checksums: Mapping[int, int]) -> str:
         """Closes the update; returns the version that the weights are now. `checksums`: the sender's, by bucket.
@@ -86,7 +106,8 @@ class WeightReceiver:
             WeightUpdateError: buckets are missing or arrived with other bytes than were sent; the engine is dirty then.
         """
         manifest = self._open()
-        arrived = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist())) if self._sums else {}
+        totals = [] if self._totals is None else self._totals.tolist()
+        arrived = {index: totals[index] for index in self._sums}
         try:
             for index, bucket in enumerate(manifest.buckets):
                 needed = any(piece.name in self.targets for piece in bucket.pieces)
@@ -109,7 +130,7 @@ class WeightReceiver:
         """Ends an open update without a commit; harmless without one."""
         if self.manifest is not None and self._is_written:
             self.dirty = f"the update to version {self.manifest.version!r} failed: {reason}"
-        self.manifest, self._sums = None, {}
+        self.manifest, self._sums, self._totals = None, {}, None
 
     def _open(self) -> Manifest:
         if self.manifest is None:
@@ -135,7 +156,7 @@ class WeightReceiver:
                     copies[-1] = last._replace(numel=last.numel + numel)
                     continue
             copies.append(Copy(offset, target.flat, start, numel))
-        return copies
+        return sorted(copies, key=lambda copy: -copy.numel)  # others are launched while the largest runs
 
 
 def _contents(bucket: Bucket) -> str:

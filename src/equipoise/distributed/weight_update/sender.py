@@ -15,16 +15,16 @@ from torch import distributed as dist
 
 from equipoise.accelerator import Accelerator
 from equipoise.distributed.agree import gather_json, raise_together
-from equipoise.distributed.weight_update.checksum import checksum
 from equipoise.distributed.weight_update.client import EngineClient, EngineInfo
 from equipoise.distributed.weight_update.manifest import Manifest, TensorSpec, plan_buckets, raise_for, spec_of
 from equipoise.distributed.weight_update.packer import Packer, Region
 from equipoise.distributed.weight_update.phases import Phases, UpdateReport
+from equipoise.distributed.weight_update.polling import rest
 from equipoise.errors import WeightUpdateError
+from equipoise.kernels.checksum import new_totals
 
 BUCKET_BYTES = 512 * 2**20
 DEADLINE_S = 300.0
-POLL_S = 5e-5
 
 
 class WeightSource(NamedTuple):
@@ -72,6 +72,7 @@ class WeightUpdate(ABC):
         self._specs: dict[str, TensorSpec] = {}
         self._packer: Packer | None = None
         self._manifest: Manifest | None = None
+        self._totals: torch.Tensor | None = None
         self.layout = clients[0].layout
         if any(client.layout != self.layout for client in clients):
             raise WeightUpdateError(
@@ -96,12 +97,12 @@ class WeightUpdate(ABC):
         try:
             self._prepare()
             with phases.host("pause"):
-                self._on_rank_0(lambda client: client.pause())
+                self._on_rank_0(lambda client: client.pause(), meanwhile=self.packer.refresh)
             assert self._manifest is not None
+            self._totals = None
             manifest = self._manifest.renamed(version)
             with phases.host("begin"):
                 self._on_rank_0(lambda client: client.begin(manifest))
-            self.packer.refresh()
             sums = self._move(manifest, phases)
             phases.finish()
             with phases.host("commit"):
@@ -118,6 +119,7 @@ class WeightUpdate(ABC):
             len(manifest.buckets),
             time.perf_counter() - started,
             phases.finish(),
+            phases.engine,
             self.extra_bytes,
         )
 
@@ -140,6 +142,10 @@ class WeightUpdate(ABC):
     @abstractmethod
     def _order(self) -> list[list[str]]:
         """Names in the order in which they are sent, in lists between which a bucket ends."""
+
+    @abstractmethod
+    def _plan(self) -> None:
+        """What follows from the packer's buckets alone, once for each layout."""
 
     @abstractmethod
     def _connect(self) -> None:
@@ -171,6 +177,7 @@ class WeightUpdate(ABC):
             ]
             self._packer.plan(buckets, layout.one_sender)
             self._manifest = Manifest(version="layout", tensors=self._specs, buckets=buckets)
+            self._plan()
         self._connect()
 
     def _fitting(self, names: list[str]) -> list[str]:
@@ -226,13 +233,12 @@ class WeightUpdate(ABC):
 
     def _fill(self, index: int, out: torch.Tensor, phases: Phases, *, everywhere: bool = False) -> torch.Tensor:
         """Packs a bucket; returns its checksum, not waited for."""
-        collective = len(self.packer.bucket_holders(index)) > 1 or (everywhere and self.num_ranks > 1)
-        with phases.device("gather and pack" if collective else "pack"):
-            self.packer.pack(index, out, everywhere=everywhere)
-        if not self.layout.checks:
-            return torch.zeros((), dtype=torch.int64)
-        with phases.device("checksum"):
-            return checksum(out[: self.packer.buckets[index].num_bytes])
+        if self._totals is None:
+            self._totals = new_totals(len(self.packer.buckets), self.device)
+        total = self._totals[index]
+        wanted = total if self.layout.checks else None
+        self.packer.pack(index, out, wanted, everywhere=everywhere, phase=phases.device)
+        return total
 
     def _call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         """An engine's call that goes on while buckets are filled."""
@@ -240,28 +246,33 @@ class WeightUpdate(ABC):
 
     def _wait(self, ready: Callable[[], bool], calls: Iterable["Future[Any]"], what: str) -> None:
         """Polls until ready. Raises when an engine's call has failed, or at the deadline."""
-        calls, limit = list(calls), time.monotonic() + self.deadline_s
+        calls, started = list(calls), time.monotonic()
         while not ready():
             for call in calls:
                 if call.done():
                     call.result()  # raises its error
-            if time.monotonic() > limit:
+            if time.monotonic() > started + self.deadline_s:
                 raise WeightUpdateError(f"{what}: nothing happened for {self.deadline_s:g} s")
-            time.sleep(POLL_S)
+            rest(started, self.device)
 
-    def _finish_calls(self, calls: Iterable["Future[Any]"]) -> None:
+    def _finish_calls(self, calls: Iterable["Future[Any]"]) -> list[Any]:
+        """Their results, in order."""
+        found = []
         for call in calls:
             try:
-                call.result(self.deadline_s)
+                found.append(call.result(self.deadline_s))
             except TimeoutError:
                 raise WeightUpdateError(f"an engine gave no answer for {self.deadline_s:g} s") from None
+        return found
 
-    def _on_rank_0(self, act: Callable[[EngineClient], Any]) -> None:
-        """For every engine at once, on rank 0; an error is raised on every rank."""
+    def _on_rank_0(self, act: Callable[[EngineClient], Any], meanwhile: Callable[[], None] | None = None) -> None:
+        """For every engine at once, on rank 0; an error is raised on every rank. `meanwhile`: on every rank."""
 
         def run() -> None:
-            if self.rank == 0:
-                self._finish_calls([self._call(act, client) for client in self.clients])
+            calls = [self._call(act, client) for client in self.clients] if self.rank == 0 else []
+            if meanwhile is not None:
+                meanwhile()
+            self._finish_calls(calls)
 
         self._together(run)
 

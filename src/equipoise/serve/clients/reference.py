@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.distributed.weight_update import EngineInfo, Layout, Manifest, TensorSpec
+from equipoise.distributed.weight_update import EngineInfo, EngineSeconds, Layout, Manifest, TensorSpec
 from equipoise.errors import WeightUpdateError
+from equipoise.serve.clients.groups import GroupRoutes
 from equipoise.serve.clients.http import EngineError, JsonClient
 from equipoise.serve.worker import UNKNOWN_LAYOUT
 
 
-class ReferenceClient:
+class ReferenceClient(GroupRoutes):
     """`EngineClient` of `equipoise serve`. `pause_mode`: what becomes of running requests, see `EngineLoop.pause`."""
 
     layout = Layout()
@@ -40,22 +41,6 @@ class ReferenceClient:
     def resume(self) -> None:
         self._http.post("/continue_generation")
 
-    def join_group(self, address: str, port: int, rank_offset: int, size: int, name: str, backend: str) -> None:
-        self._http.post(
-            "/init_weights_update_group",
-            {
-                "master_address": address,
-                "master_port": port,
-                "rank_offset": rank_offset,
-                "world_size": size,
-                "group_name": name,
-                "backend": backend,
-            },
-        )
-
-    def leave_group(self, name: str) -> None:
-        self._http.post("/destroy_weights_update_group", {"group_name": name})
-
     def begin(self, manifest: Manifest) -> None:
         """Takes over from an update that a trainer before this one has left open."""
         self._update_id = secrets.token_hex(16)
@@ -71,14 +56,13 @@ class ReferenceClient:
         self._http.post("/begin_weight_update", body | {"manifest": manifest.model_dump(mode="json")})
         self._known = manifest.digest
 
-    def receive(self, manifest: Manifest, group: str, indices: Sequence[int]) -> None:
-        self._http.post(
-            "/update_weights_from_distributed",
-            {"update_id": self._open(), "group_name": group, "buckets": list(indices)},
-        )
+    def receive(self, manifest: Manifest, group: str, indices: Sequence[int]) -> EngineSeconds:
+        body = {"update_id": self._open(), "group_name": group, "buckets": list(indices)}
+        return self._http.post("/update_weights_from_distributed", body).get("seconds")
 
-    def load(self, manifest: Manifest, offers: Sequence[dict[str, Any]]) -> None:
-        self._http.post("/update_weights_from_tensor", {"update_id": self._open(), "handles": list(offers)})
+    def load(self, manifest: Manifest, offers: Sequence[dict[str, Any]]) -> EngineSeconds:
+        body = {"update_id": self._open(), "handles": list(offers)}
+        return self._http.post("/update_weights_from_tensor", body).get("seconds")
 
     def commit(self, manifest: Manifest, checksums: Mapping[int, int]) -> None:
         body = {"update_id": self._open(), "checksums": [list(pair) for pair in checksums.items()]}

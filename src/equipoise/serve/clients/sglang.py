@@ -10,12 +10,13 @@ from typing import Any
 
 from equipoise.distributed.weight_update import EngineInfo, Layout, Manifest
 from equipoise.errors import WeightUpdateError
+from equipoise.serve.clients.groups import GroupRoutes
 from equipoise.serve.clients.http import EngineError, JsonClient
 
 NOT_FOUND = (404, 405)
 
 
-class SGLangClient:
+class SGLangClient(GroupRoutes):
     """`EngineClient` of an SGLang server. num_ranks: its processes (tensor x data parallel ranks that hold weights), if
     `/server_info` does not say. pause_mode: `abort`, `retract` or `in_place`."""
 
@@ -50,22 +51,9 @@ class SGLangClient:
             raise WeightUpdateError(f"{self.address} stays paused: its weights are of a failed update")
         self._http.post("/continue_generation")
 
-    def join_group(self, address: str, port: int, rank_offset: int, size: int, name: str, backend: str) -> None:
-        self._http.post(
-            "/init_weights_update_group",
-            {
-                "master_address": address,
-                "master_port": port,
-                "rank_offset": rank_offset,
-                "world_size": size,
-                "group_name": name,
-                "backend": backend,
-            },
-        )
-
     def leave_group(self, name: str) -> None:
         try:
-            self._http.post("/destroy_weights_update_group", {"group_name": name})
+            super().leave_group(name)
         except EngineError as error:
             if error.status is None:
                 raise
