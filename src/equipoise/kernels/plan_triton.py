@@ -286,11 +286,14 @@ def _exchange(
     word = pad_words(pads_ptr, rank, channel, False, P) + peer
     limit = tl.load(control_ptr, volatile=True)
     spins = tl.zeros([], tl.int64)
-    while (tl.load(word, volatile=True) < goal) & (spins < limit):
+    seen = tl.load(word, volatile=True)
+    while (seen < goal) & (seen >= 0) & (spins < limit):
+        seen = tl.load(word, volatile=True)
         spins += 1
         give_way()
-    if tl.atomic_add(word, tl.zeros([], tl.int64), sem="acquire", scope="sys") < goal:
-        give_up(control_ptr, channel, peer, run)
+    seen = tl.atomic_add(word, tl.zeros([], tl.int64), sem="acquire", scope="sys")
+    if seen < goal:
+        give_up(control_ptr, channel, peer, run, seen < 0)
         mine = tl.load(tables_ptr + rank).to(tl.pointer_type(tl.int32)) + half + peer * E
         tl.store(mine + e, tl.zeros([E_PAD], tl.int32), mask=e < E)  # a plan of what is there ends
     tl.debug_barrier()

@@ -25,7 +25,7 @@ if is_interpreted():
 
     def give_way() -> None:
         """A wait takes the processor from the rank that it waits for."""
-        time.sleep(2e-4)
+        time.sleep(1e-3)
 
 else:
 
@@ -61,7 +61,8 @@ def signal_peers(pads_ptr, channel, rank, value, is_end: tl.constexpr, P: tl.con
 def wait_for_peers(
     control_ptr, pads_ptr, channel, rank, run, is_end: tl.constexpr, P: tl.constexpr, P_PAD: tl.constexpr
 ):
-    """Returns when every rank has signalled this run, or when the limit is reached, which it reports."""
+    """Returns when every rank has signalled this run. When one has abandoned the group or the limit is reached, it
+    reports that."""
     peer = tl.arange(0, P_PAD)
     word = pad_words(pads_ptr, rank, channel, is_end, P) + peer
     goal = run << NUMBER_BITS
@@ -69,25 +70,29 @@ def wait_for_peers(
     # Plain reads while it is not there: atomic ones queue up, and each would order all memory accesses.
     seen = tl.load(word, mask=peer < P, other=0, volatile=True)
     spins = tl.zeros([], tl.int64)
-    while (tl.min(tl.where(peer < P, seen, goal), 0) < goal) & (spins < limit):
+    lowest = tl.min(tl.where(peer < P, seen, goal), 0)
+    while (lowest < goal) & (lowest >= 0) & (spins < limit):
         seen = tl.load(word, mask=peer < P, other=0, volatile=True)
+        lowest = tl.min(tl.where(peer < P, seen, goal), 0)
         spins += 1
         give_way()
     seen = tl.atomic_add(word, tl.zeros([P_PAD], tl.int64), mask=peer < P, sem="acquire", scope="sys")
     late = tl.min(tl.where((peer < P) & (seen < goal), peer, P), 0)
+    left = tl.min(tl.where((peer < P) & (seen < 0), peer, P), 0)
     if late < P:
-        give_up(control_ptr, channel, late, run)
+        give_up(control_ptr, channel, tl.where(left < P, left, late), run, left < P)
     tl.debug_barrier()
 
 
 @triton.jit
-def give_up(control_ptr, channel, peer, run):
-    """Tells the host, once, and ends all later waits."""
+def give_up(control_ptr, channel, peer, run, has_left):
+    """Tells the host, once, and ends all later waits. `has_left`: the peer has abandoned the group."""
     if tl.load(control_ptr, volatile=True) > 0:
         tl.store(control_ptr, tl.zeros([], tl.int64))
         status = tl.load(control_ptr + 1).to(tl.pointer_type(tl.int64))
         tl.store(status + 1, peer.to(tl.int64))
         tl.store(status + 2, run)
+        tl.store(status + 5, has_left.to(tl.int64))
         tl.debug_barrier()
         tl.store(status, channel + 1 + run * 0)
 
@@ -115,3 +120,11 @@ def end_run(control_ptr, pads_ptr, channel, rank, run, num_programs, P: tl.const
 def wait_kernel(control_ptr, pads_ptr, channel, rank, P: tl.constexpr, P_PAD: tl.constexpr):
     """A wait for a signal that nobody gives: to learn how long a spin takes."""
     wait_for_peers(control_ptr, pads_ptr, channel, rank, current_run(control_ptr, channel), True, P, P_PAD)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def abandon_kernel(pads_ptr, rank, P: tl.constexpr, NUM_WORDS: tl.constexpr):
+    """One program per peer: every signal of this rank there becomes one that no wait takes for its own."""
+    pad = tl.load(pads_ptr + tl.program_id(0)).to(tl.pointer_type(tl.int64))
+    word = pad + tl.arange(0, NUM_WORDS) * P + rank
+    tl.atomic_xchg(word, tl.full([NUM_WORDS], -1, tl.int64), sem="release", scope="sys")

@@ -127,7 +127,23 @@ class TrainStep:
             self.balancer.take_records()  # of evaluations
             self.balancer.take_waited_s()
         sums = {name: torch.zeros((), device=self.device) for name in ("loss", *weights)}
-        counts = []
+        counts: list[torch.Tensor] = []
+        space = self.model.symmetric_space
+        with nullcontext() if space is None else space.abandoned_on_error():
+            self._run_microbatches(batches, num_tokens, weights, sums, counts)
+        shape = (len(batches), len(self.layers), config.num_experts)
+        counts_NLE = torch.stack(counts).long() if counts else torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return sums, counts_NLE
+
+    def _run_microbatches(
+        self,
+        batches: list[Batch],
+        num_tokens: int,
+        weights: dict[str, float],
+        sums: dict[str, torch.Tensor],
+        counts: list[torch.Tensor],
+    ) -> None:
+        """Adds to `sums` and `counts`."""
         for number, batch in enumerate(batches):
             with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
                 output = run_model(self.model, batch, self.device, number)
@@ -148,9 +164,6 @@ class TrainStep:
                     sums[name] += term.detach()
             with self.timer.phase("backward"), self.operation(f"backward of microbatch {number}"):
                 loss.backward()
-        shape = (len(batches), len(self.layers), config.num_experts)
-        counts_NLE = torch.stack(counts).long() if counts else torch.zeros(shape, dtype=torch.int64, device=self.device)
-        return sums, counts_NLE
 
     def reduce(
         self, sums: dict[str, torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool, saving: int = 0
