@@ -40,7 +40,7 @@ class Signals(NamedTuple):
     """How the ranks of a group take turns; see `kernels/signals_triton.py`.
 
     control: int64 on the device, CONTROL_WORDS for the group and as many for each channel. pads_P: int64, the address
-    of every rank's pad, int64 [CHANNELS, 2, P]. rank, num_ranks: this one's, and P.
+    of every rank's pad, int64 [2 * CHANNELS + 1, P]. rank, num_ranks: this one's, and P.
     """
 
     control: torch.Tensor
@@ -76,9 +76,7 @@ def abandon(signals: Signals) -> None:
     """Tells all ranks that this one takes part in nothing any more."""
     from equipoise.kernels.signals_triton import abandon_kernel
 
-    abandon_kernel[(signals.num_ranks,)](
-        signals.pads_P, signals.rank, P=signals.num_ranks, NUM_WORDS=2 * CHANNELS, num_warps=4
-    )
+    abandon_kernel[(signals.num_ranks,)](signals.pads_P, signals.rank, P=signals.num_ranks, num_warps=1)
 
 
 class Words(NamedTuple):

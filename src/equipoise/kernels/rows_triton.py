@@ -45,12 +45,12 @@ def _begin(control_ptr, pads_ptr, channel, rank, piece, P: tl.constexpr, P_PAD: 
 
 @triton.jit
 def _locate(slot, target_ptr, named_ptr, pieces_ptr, piece_bytes):
-    """Whether a slot has a row, the address of the memory that its expert's rank has named in this exchange (of some
-    that it had, if it has left the group), and the place there."""
+    """Whether a slot has a row, the address of the memory that its expert's rank has named in this exchange, and the
+    place there."""
     target = tl.load(target_ptr + slot)
     known = tl.maximum(target, 0)  # a slot without a row looks up rank 0, and moves nothing
     peer = (known >> 32).to(tl.int32)
-    named = tl.maximum(tl.load(named_ptr + peer), 0) & NUMBER_MASK
+    named = tl.load(named_ptr + peer) & NUMBER_MASK
     return target >= 0, tl.load(pieces_ptr + peer) + named * piece_bytes, known & 0x7FFFFFFF
 
 

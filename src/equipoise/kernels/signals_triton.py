@@ -2,8 +2,9 @@
 
 An operation has a channel and counts its runs, on the device. Its n-th run on a rank tells every peer that it has begun
 (with a number for them, if it has one) and that it has ended. Words on a rank's pad are written by one peer each, so
-they only grow. Releases and acquires are of system scope: what a program has written before its signal, other ranks'
-programs read after their wait, and so do later kernels of their streams.
+they only grow; one word of each says that it has abandoned the group, and whoever waits for it in vain then ends.
+Releases and acquires are of system scope: what a program has written before its signal, other ranks' programs read
+after their wait, and so do later kernels of their streams.
 
 Layout of the control words (int64) and of the pads: `kernels/peers.py`. P ranks.
 """
@@ -17,6 +18,8 @@ from equipoise.kernels.triton_support import is_interpreted
 
 WORDS = tl.constexpr(32)
 TICKET = tl.constexpr(16)
+LEFT = tl.constexpr(512)
+"""Row of a pad, behind those of the channels, with the words of ranks that have abandoned the group."""
 NUMBER_BITS = tl.constexpr(20)
 """A signal is the run's number times 2**20, plus the number for the peers."""
 
@@ -69,17 +72,21 @@ def wait_for_peers(
     limit = tl.load(control_ptr, volatile=True)
     # Plain reads while it is not there: atomic ones queue up, and each would order all memory accesses.
     seen = tl.load(word, mask=peer < P, other=0, volatile=True)
+    left_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int64)) + LEFT * P + peer
     spins = tl.zeros([], tl.int64)
-    lowest = tl.min(tl.where(peer < P, seen, goal), 0)
-    while (lowest < goal) & (lowest >= 0) & (spins < limit):
+    is_open = tl.min(tl.where(peer < P, seen, goal), 0) < goal
+    while is_open & (spins < limit):
+        has_left = tl.load(left_ptr, mask=peer < P, other=0, volatile=True)
         seen = tl.load(word, mask=peer < P, other=0, volatile=True)
-        lowest = tl.min(tl.where(peer < P, seen, goal), 0)
+        is_late = (peer < P) & (seen < goal)
+        is_open = (tl.max(is_late.to(tl.int64), 0) > 0) & (tl.max(tl.where(is_late, has_left, 0), 0) == 0)
         spins += 1
         give_way()
     seen = tl.atomic_add(word, tl.zeros([P_PAD], tl.int64), mask=peer < P, sem="acquire", scope="sys")
     late = tl.min(tl.where((peer < P) & (seen < goal), peer, P), 0)
-    left = tl.min(tl.where((peer < P) & (seen < 0), peer, P), 0)
     if late < P:
+        has_left = tl.load(left_ptr, mask=peer < P, other=0, volatile=True)
+        left = tl.min(tl.where((seen < goal) & (has_left > 0), peer, P), 0)
         give_up(control_ptr, channel, tl.where(left < P, left, late), run, left < P)
     tl.debug_barrier()
 
@@ -123,8 +130,7 @@ def wait_kernel(control_ptr, pads_ptr, channel, rank, P: tl.constexpr, P_PAD: tl
 
 
 @triton.jit(do_not_specialize=["rank"])
-def abandon_kernel(pads_ptr, rank, P: tl.constexpr, NUM_WORDS: tl.constexpr):
-    """One program per peer: every signal of this rank there becomes one that no wait takes for its own."""
+def abandon_kernel(pads_ptr, rank, P: tl.constexpr):
+    """One program per peer tells it; signals that were given stay."""
     pad = tl.load(pads_ptr + tl.program_id(0)).to(tl.pointer_type(tl.int64))
-    word = pad + tl.arange(0, NUM_WORDS) * P + rank
-    tl.atomic_xchg(word, tl.full([NUM_WORDS], -1, tl.int64), sem="release", scope="sys")
+    tl.atomic_xchg(pad + LEFT * P + rank, tl.full([], 1, tl.int64), sem="release", scope="sys")

@@ -119,7 +119,7 @@ class SymmetricSpace:
         words[LIMIT], words[STATUS] = 1000, self.status.data_ptr()
         self.control = torch.tensor(words, dtype=torch.int64, device=device)
         self._was_abandoned = False
-        pads = self.allocate((CHANNELS * 2 * self.num_ranks,), torch.int64, "signals")
+        pads = self.allocate((2 * CHANNELS + 1, self.num_ranks), torch.int64, "signals")
         self.signals = Signals(self.control, pads.pointers_P, self.rank, self.num_ranks)
         self._calibrate()
 
