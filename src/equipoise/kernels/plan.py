@@ -108,9 +108,10 @@ def _plan(
     """An operator's arguments are single tensors and numbers: the fields of `PlanTables` and `PlanTerms`."""
     assert load_PE.dtype == torch.int32, load_PE.dtype
     assert load_PE.is_contiguous()
-    out = _outputs(load_PE, *load_PE.shape, num_slots)
+    P, E = load_PE.shape
+    out = _outputs(load_PE, P, E, num_slots)
     terms = PlanTerms(rank, num_slots, tolerance_ppm, min_tokens, domain_size, copy_tokens)
-    _launch(load_PE, *load_PE.shape, PlanTables(rules_V4, steps_K, workspace), out, None, terms)
+    _launch(load_PE, P, E, PlanTables(rules_V4, steps_K, workspace), out, None, terms)
     return out
 
 
