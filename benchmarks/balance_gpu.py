@@ -70,6 +70,8 @@ class Bench:
         self.batches = [self.trainer.loader.next_step() for _ in range(4)]
         self.tokens = loop.global_batch_size * loop.sequence_length
         self.rank = self.trainer.meshes.ep.get_local_rank()
+        self.plain: Dispatcher | None = None
+        self.balanced: dict[int, Mode] = {}
 
     def close(self) -> None:
         self.trainer.loader.close()
@@ -96,13 +98,30 @@ class Bench:
             layer.balancing = None if balancer is None else ExpertBalancing(balancer, index, layer.experts)
         self.trainer.step_runner.balancer = mode.balancer
 
-    def turn(self, mode: Mode, workload: Workload | HotExperts | None, even: Workload, steps: int) -> dict[str, Any]:
+    def modes(self, slots: int, factor: float = 1.05) -> list[Mode]:
+        """Off, on and forced, of the symmetric dispatcher."""
+        if self.plain is None:
+            self.plain = self.dispatcher("symmetric", self.config.model.num_experts, 0)
+        if slots not in self.balanced:
+            balancer = self.balancer(slots)
+            dispatcher = self.dispatcher("symmetric", balancer.num_physical_experts, factor)
+            self.balanced[slots] = Mode("on", dispatcher, balancer)
+        return [Mode("off", self.plain, None), self.balanced[slots], Mode("forced", self.plain, None, is_forced=True)]
+
+    def turn(
+        self,
+        mode: Mode,
+        workload: Workload | HotExperts | None,
+        even: Workload,
+        steps: int,
+        warm_up: int = WARM_UP,
+    ) -> dict[str, Any]:
         """A few steps: milliseconds of the slowest rank, peak memory, loads. Collective."""
         self.switch(mode)
         accelerator, runner = self.world.accelerator, self.trainer.step_runner
         accelerator.reset_peak_memory()
         milliseconds, imbalance = [], []
-        for step in range(-WARM_UP, steps):
+        for step in range(-warm_up, steps):
             laid = even if mode.is_forced else workload
             for layer in self.layers:
                 layer.gate.synthetic = None if laid is None else laid.routing(0, self.rank)
@@ -134,31 +153,23 @@ class Bench:
         }
 
 
-def measure(bench: Bench, steps: int, rounds: int, slots_of_hot_rank: int) -> list[dict[str, Any]]:
-    """One row for each workload and mode."""
+def measure(
+    bench: Bench, steps: int, rounds: int, slots_of_hot_rank: int, chosen: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """One row for each workload (of those chosen) and mode."""
     model, ep = bench.config.model, bench.trainer.plan.axes.ep
     make = lambda name, imbalance: Workload(name, imbalance, model.num_experts, model.num_experts_per_tok, ep)  # noqa: E731
     even = make("balanced", 1.0)
-    plain = bench.dispatcher("symmetric", model.num_experts, 0)
     collective = bench.dispatcher("all_to_all", model.num_experts, 0)
-    balanced: dict[int, Mode] = {}
     rows = []
-    for name, imbalance, given in CASES:
+    for name, imbalance, given in (case for case in CASES if not chosen or f"{case[0]}:{case[1]}" in chosen):
         slots = given or slots_of_hot_rank
-        if slots not in balanced:
-            balancer = bench.balancer(slots)
-            balanced[slots] = Mode("on", bench.dispatcher("symmetric", balancer.num_physical_experts, 1.05), balancer)
         workload: Workload | HotExperts | None = None
         if name == "hot_experts":
             workload = HotExperts(imbalance, model.num_experts, model.num_experts_per_tok, ep)
         elif name != NATURAL:
             workload = make(name, imbalance)
-        modes = [
-            Mode("off", plain, None),
-            balanced[slots],
-            Mode("forced", plain, None, is_forced=True),
-            Mode("off, all_to_all", collective, None),
-        ]
+        modes = [*bench.modes(slots), Mode("off, all_to_all", collective, None)]
         found: dict[str, list[dict[str, Any]]] = {mode.name: [] for mode in modes}
         for _ in range(rounds):
             for mode in modes:
@@ -236,6 +247,17 @@ def summarize(rows: list[dict[str, Any]], off_overhead: dict[str, float]) -> dic
     }
 
 
+def benchmark_config(recipe: str, layers: int, real_text: bool = False) -> TrainConfig:
+    """A recipe with another number of layers (0: its own), on random tokens or its own text."""
+    config = load_config(TrainConfig, recipe)
+    changes: dict[str, Any] = {}
+    if layers:
+        changes["model"] = config.model.model_copy(update={"num_hidden_layers": layers})
+    if not real_text:
+        changes["data"] = DataConfig(source="random", eval_fraction=0.0)
+    return config.model_copy(update=changes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
@@ -243,14 +265,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--recipe", default="h200-ep2")
+    parser.add_argument("--cases", nargs="*", default=[], help="such as hot_rank:1.9; all by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    config = load_config(TrainConfig, options.recipe)
-    changes = {
-        "model": config.model.model_copy(update={"num_hidden_layers": options.layers}),
-        "data": DataConfig(source="random", eval_fraction=0.0),
-    }
-    config = config.model_copy(update=changes)
+    config = benchmark_config(options.recipe, options.layers)
     folder = Path(tempfile.mkdtemp())
     with StopSignals() as stop, join_world(get_accelerator(), 120.0) as world:
         plan = plan_run(config, world.size)
@@ -264,12 +282,14 @@ def main() -> None:
         if world.rank == 0:
             print(f"a copy costs {copy_tokens} tokens; slots for the hot rank: {slots}", flush=True)
         bench = Bench(config, world, stop, folder / "main")
-        rows = measure(bench, options.steps, options.rounds, slots)
+        rows = measure(bench, options.steps, options.rounds, slots, tuple(options.cases))
         bench.close()
         if world.rank == 0:
             print(summarize(rows, {}), flush=True)
         del bench
-        overhead = compare_off_with_absent(config, world, stop, folder, options.pairs)
+        overhead = {}
+        if options.pairs:
+            overhead = compare_off_with_absent(config, world, stop, folder, options.pairs)
         if world.rank == 0:
             name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
             out = options.out or results_folder() / f"balance-{device_word(name)}-ep{plan.axes.ep}.json"

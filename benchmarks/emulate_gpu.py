@@ -163,7 +163,13 @@ def main() -> None:
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     emulator = Emulator(torch.device("cuda" if has_gpu else "cpu"))
-    rows = [row for group in (GROUPS if has_gpu else TINY) for row in emulate(emulator, group)]
+    rows: list[dict[str, Any]] = []
+    for group in GROUPS if has_gpu else TINY:  # a run that is cut short has a file of the groups so far
+        rows += emulate(emulator, group)
+        write(rows, options.out, torch.cuda.get_device_name() if has_gpu else "cpu")
+
+
+def write(rows: list[dict[str, Any]], out: Path | None, name: str) -> None:
     of = {(row["num_ranks"], row["workload"], row["imbalance"], row["mode"]): row for row in rows}
     cases = list(dict.fromkeys(key[:3] for key in of))
     summary = {
@@ -174,8 +180,7 @@ def main() -> None:
         }
         for case in cases
     }
-    name = torch.cuda.get_device_name() if has_gpu else "cpu"
-    out = options.out or results_folder() / f"emulate-{device_word(name)}.json"
+    out = out or results_folder() / f"emulate-{device_word(name)}.json"
     print(summary, write_results(out, rows, summary, ("torch", "triton"), {"device": name}), flush=True)
 
 

@@ -4,7 +4,8 @@ the plan, dispatch and combine against permute and NCCL, and a whole MoE layer a
 Every figure is the time of the slowest rank, in steady state, all handshakes included. A push or pull moves what one
 call of the runtime moves: two experts of 25 M parameters for each rank, both ways at once. Dispatches have half of
 their rows for the other rank; the NCCL side has its splits on the host already. `same_rows` is the NCCL side with the
-reorder that puts rows in order of experts, as the symmetric dispatcher delivers them.
+reorder that puts rows in order of experts, as the symmetric dispatcher delivers them. A combine finds its rows where
+the experts of kernel `triton` write them, and keeps what came for the backward; `us_of_plain_memory` copies them first.
 
 Run: torchrun --nproc-per-node 2 benchmarks/transport_gpu.py [--out FILE]   (writes
 benchmarks/results/transport-h200x2.json)
@@ -31,7 +32,7 @@ from equipoise.dispatch import SymmetricDispatcher, build_dispatcher
 from equipoise.dispatch.all_to_all import expert_major_order
 from equipoise.dispatch.base import Dispatcher
 from equipoise.kernels import peers
-from equipoise.kernels.permute import combine, gather_slots, make_permutation, permute, reorder
+from equipoise.kernels.permute import combine, make_permutation, permute, reorder
 from equipoise.models.config import ModelConfig
 from equipoise.models.layer import DecoderLayer
 from equipoise.models.rotary import rotary_tables
@@ -44,6 +45,8 @@ NUM_EXPERTS, HIDDEN, INNER, TOP_K = 32, 4096, 2048, 4
 EXPERT = 3 * HIDDEN * INNER
 SIZES = {17: (512, 4, 4096), 134: (4096, 4, 4096), 268: (8192, 8, 2048), 537: (16384, 4, 4096)}
 """Tokens, experts per token and features by megabytes of rows."""
+IN_GRAPHS = (17, 134)
+"""Sizes that are also timed in CUDA graphs: what remains when launches cost the host nothing."""
 
 
 class Bench:
@@ -77,14 +80,14 @@ class Bench:
         return float(slowest)
 
     def graph_us(self, work: Callable[[], Any], inner: int = 20) -> float:
-        """The same of calls in a CUDA graph: without the time of launches on the host."""
+        """The same of `inner` calls in a CUDA graph: without the time of launches on the host."""
         work()
         self._meet()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(inner):
                 work()
-        return self.us(graph.replay, 5) / inner
+        return self.us(graph.replay, -(-100 // inner)) / inner
 
     def _meet(self) -> None:
         torch.cuda.synchronize()
@@ -140,7 +143,9 @@ def plans(bench: Bench) -> dict[str, Any]:
 
 def dispatch(bench: Bench) -> dict[str, Any]:
     """Dispatch and combine by megabytes of rows."""
-    summary: dict[str, Any] = {key: {} for key in ("dispatch_speedup", "dispatch_speedup_same_rows", "combine_speedup")}
+    keys = ("dispatch_speedup", "dispatch_speedup_same_rows", "combine_speedup")
+    keys += ("dispatch_speedup_in_graphs", "combine_speedup_in_graphs")
+    summary: dict[str, Any] = {key: {} for key in keys}
     for megabytes in SIZES:
         exchange(bench, megabytes, summary)
     return summary
@@ -154,18 +159,14 @@ def exchange(bench: Bench, megabytes: int, summary: dict[str, Any]) -> None:
     x_TD = torch.randn(T, D, device=bench.device, generator=generator).bfloat16()
     ids_TK = torch.rand(T, NUM_EXPERTS, device=bench.device, generator=generator).topk(K, 1).indices.int()
     weights_TK = torch.rand(T, K, device=bench.device, generator=generator)
-    symmetric = SymmetricDispatcher(NUM_EXPERTS, bench.space, 1.25, max_tokens=T, num_buffers=3)
-    memory = symmetric.reserve(T, K, D, 2)
+    symmetric = SymmetricDispatcher(NUM_EXPERTS, bench.space, 1.25, max_tokens=T, num_buffers=7)
+    symmetric.reserve(T, K, D, 2)
     permutation = make_permutation(ids_TK, NUM_EXPERTS)
     counts = permutation.counts_E
-    quota, before = peers.exchange_counts(bench.space.signals, symmetric._counts, symmetric._tables_P, counts)
-
-    def address():
-        signals, rows = bench.space.signals, permutation.row_TK
-        return peers.make_layout(signals, ids_TK, rows, counts, quota, before, memory.capacity)
-
-    layout = address()
-    rows_RD, record_R = symmetric.send(x_TD, layout)
+    places = symmetric.places(ids_TK)
+    rows_RD, _, layout = symmetric.send(x_TD, places)
+    written_RD = symmetric.make_rows(x_TD.dtype).copy_(rows_RD)  # as experts write their outputs
+    plain_RD = rows_RD.clone()
     send_P = counts.view(bench.size, L).sum(1)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts.contiguous())
@@ -182,21 +183,33 @@ def exchange(bench: Bench, megabytes: int, summary: dict[str, Any]) -> None:
         dist.all_to_all_single(back, arrived, ins, outs)
         return combine(back, weights_TK, permutation)
 
-    numbers = symmetric.slot_numbers(layout)
+    def reorder_back(rows: torch.Tensor) -> torch.Tensor:
+        dist.all_to_all_single(back, reorder(rows, inverse_R, order_R), ins, outs)
+        return back
 
-    def symmetric_combine() -> torch.Tensor:
-        slots = symmetric.give_back(symmetric._combine, rows_RD, layout, record_R)
-        return gather_slots(slots, numbers, None, weights_TK, x_TD.dtype)
+    def symmetric_combine(rows: torch.Tensor) -> torch.Tensor:
+        return symmetric.collect(symmetric._combine, rows, layout, weights_TK, keeps=True)[0]
 
-    ours = bench.us(lambda: symmetric.send(x_TD, address()))
-    equal = torch.equal(symmetric.send(x_TD, layout)[0][: sum(outs)], reorder(nccl(), order_R, inverse_R))
+    ours = bench.us(lambda: symmetric.send(x_TD, places))
+    equal = torch.equal(symmetric.send(x_TD, places)[0][: sum(outs)], reorder(nccl(), order_R, inverse_R))
     row = bench.add("dispatch", megabytes=megabytes, us=ours, equal=equal, nccl_us=bench.us(nccl))
+    if megabytes in IN_GRAPHS:  # a piece of memory that is lent to a graph stays with it, so one call for each
+        graphs = bench.graph_us(lambda: symmetric.send(x_TD, places), 1), bench.graph_us(nccl, 1)
+        row["graph_us"], row["nccl_graph_us"] = graphs
+        summary["dispatch_speedup_in_graphs"][megabytes] = graphs[1] / graphs[0]
     row["nccl_same_rows_us"] = bench.us(lambda: reorder(nccl(), order_R, inverse_R))
     row["gbps_of_rows"] = T * K * D * 2 / ours / 1e3
     summary["dispatch_speedup"][megabytes] = row["nccl_us"] / ours
     summary["dispatch_speedup_same_rows"][megabytes] = row["nccl_same_rows_us"] / ours
-    combined = bench.us(symmetric_combine)
-    row = bench.add("combine", megabytes=megabytes, us=combined, nccl_us=bench.us(nccl_combine))
+    combined = bench.us(lambda: symmetric_combine(written_RD))
+    theirs_TD = combine(reorder_back(reorder(arrived, order_R, inverse_R)), weights_TK, permutation)
+    equal = torch.equal(symmetric_combine(written_RD), theirs_TD)
+    row = bench.add("combine", megabytes=megabytes, us=combined, equal=equal, nccl_us=bench.us(nccl_combine))
+    row["us_of_plain_memory"] = bench.us(lambda: symmetric_combine(plain_RD))
+    if megabytes in IN_GRAPHS:
+        graphs = bench.graph_us(lambda: symmetric_combine(written_RD), 1), bench.graph_us(nccl_combine, 1)
+        row["graph_us"], row["nccl_graph_us"] = graphs
+        summary["combine_speedup_in_graphs"][megabytes] = graphs[1] / graphs[0]
     row["nccl_same_rows_us"] = bench.us(lambda: (reorder(arrived, inverse_R, order_R), nccl_combine()))
     summary["combine_speedup"][megabytes] = row["nccl_us"] / combined
     bench.space.check()

@@ -29,5 +29,5 @@ class BalanceConfig(Config):
     the collective transport."""
     transport: Literal["auto", "collective", "symmetric"] = "auto"
     """How weights and gradients of replicas move: by messages of the process group, for which the host waits for the
-    load, or by kernels in memory that the ranks share, for which it never waits. auto is symmetric where the EP group's
-    GPUs reach each other and the dispatcher is auto or symmetric too."""
+    load, or by kernels in memory that the ranks share, for which it never waits. auto is symmetric with the dispatcher
+    symmetric, else collective: whole training runs have been measured with messages only."""

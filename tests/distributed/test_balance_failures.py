@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,15 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.balance_rig import INNER, D, E, make_balancer
+from distributed.balance_rig import INNER, D, E, few_candidates, make_balancer
 from distributed.harness import RankOutcome, observe_ranks, run_ranks
 from distributed.parity import toy_model
+from equipoise.balance.transport import symmetric
 from equipoise.balance.transport.collective import CollectiveTransport
 from equipoise.balance_config import BalanceConfig
 from equipoise.checkpoint.config import CheckpointConfig
 from equipoise.data.config import DataConfig
 from equipoise.distributed.mesh import ParallelConfig
 from equipoise.errors import RankFailure
+from equipoise.kernels.triton_support import triton_problem
 from equipoise.train.config import LoopConfig, TrainConfig
 from equipoise.train.optimizer import OptimizerConfig
 from equipoise.train.run import run_training
@@ -31,6 +34,10 @@ from equipoise.train.trainer import Trainer
 TIMEOUT_S = 3.0
 STEPS, EVERY, DIES_AT = 7, 2, 6
 ON_CPU = {"EQUIPOISE_ACCELERATOR": "cpu"}
+needs_interpreter = pytest.mark.skipif(
+    triton_problem("cpu") is not None, reason="Triton's interpreter is off or missing"
+)
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 def stop_before_receiving() -> None:
@@ -62,16 +69,18 @@ def test_the_waiting_rank_names_layer_operation_and_rank() -> None:
     assert seconds_waited(waiting) < TIMEOUT_S + 2
 
 
-def run_config(num_ranks: int, timeout_s: float = 60) -> TrainConfig:
-    """A small model on random tokens, all that a run needs."""
+def run_config(num_ranks: int, timeout_s: float = 60, transport: str = "collective") -> TrainConfig:
+    """A small model on random tokens, all that a run needs. The transport, and the dispatcher that goes with it."""
     return TrainConfig(
         model=toy_model(num_experts=6, selection_bias=True, bias_update_speed=0.01, num_experts_per_tok=2),
         data=DataConfig(source="random", eval_fraction=0.0),
-        parallel=ParallelConfig(ep_size=num_ranks, timeout_s=timeout_s),
+        parallel=ParallelConfig(
+            ep_size=num_ranks, timeout_s=timeout_s, dispatcher="symmetric" if transport == "symmetric" else "auto"
+        ),
         train=LoopConfig(steps=STEPS, global_batch_size=2 * num_ranks, micro_batch_size=1, sequence_length=8),
         optimizer=OptimizerConfig(warmup_steps=0),
         checkpoint=CheckpointConfig(every=EVERY, keep_last=0, async_save=False),
-        balance=BalanceConfig(tolerance=0.0, num_redundant_experts_per_rank=2),
+        balance=BalanceConfig(tolerance=0.0, num_redundant_experts_per_rank=2, transport=transport),  # type: ignore[arg-type]
     )
 
 
@@ -91,12 +100,7 @@ def heat_rank_0() -> None:
 
 def on_transfer(method: str, step: int, act: Callable[[Any], None]) -> None:
     """Calls `act` with what a transfer of step `step` that has just begun returned, in its backward only."""
-    present = [0]
-    train_step, transfer = Trainer._train_step, getattr(CollectiveTransport, method)
-
-    def noted(trainer: Trainer, *args: Any) -> Any:
-        present[0] = trainer.step + 1
-        return train_step(trainer, *args)
+    present, transfer = note_steps(), getattr(CollectiveTransport, method)
 
     def begin(*args: Any) -> Any:
         pending = transfer(*args)
@@ -104,8 +108,19 @@ def on_transfer(method: str, step: int, act: Callable[[Any], None]) -> None:
             act(pending)
         return pending
 
-    Trainer._train_step = noted  # type: ignore[method-assign]
     setattr(CollectiveTransport, method, begin)
+
+
+def note_steps() -> list[int]:
+    """A list that will hold the present step's number."""
+    present, train_step = [0], Trainer._train_step
+
+    def noted(trainer: Trainer, *args: Any) -> Any:
+        present[0] = trainer.step + 1
+        return train_step(trainer, *args)
+
+    Trainer._train_step = noted  # type: ignore[method-assign]
+    return present
 
 
 class StopsHere:
@@ -158,28 +173,61 @@ def test_all_others_name_the_rank_that_stopped_and_its_transfer(
         assert seconds_waited(other) < 30
 
 
-def train_or_die(folder: Path, dies: bool) -> None:
+def train_or_die(folder: Path, dies: bool, transport: str = "collective") -> None:
     """Rank 1 is killed in the weight sync of a backward; a step ends neither on it nor on rank 0."""
     heat_rank_0()
+    if transport == "symmetric":
+        few_candidates()
     if dies and os.environ["RANK"] == "1":
-        on_transfer("push_weights", DIES_AT, lambda pending: os.kill(os.getpid(), signal.SIGKILL))
-    run_training(run_config(2, 20), folder, [], resume=True)
+        if transport == "symmetric":
+            die_in_the_kernel()
+        else:
+            on_transfer("push_weights", DIES_AT, lambda pending: os.kill(os.getpid(), signal.SIGKILL))
+    run_training(run_config(2, 20, transport), folder, [], resume=True)
+
+
+def die_in_the_kernel() -> None:
+    """While the kernel of a push runs, on the device or in the interpreter."""
+    push = symmetric.push_weights
+
+    def push_and_die(*args: Any) -> None:
+        if present[0] == DIES_AT and torch._C._current_graph_task_id() != -1:
+            threading.Timer(0.003, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        push(*args)
+        if present[0] == DIES_AT and torch._C._current_graph_task_id() != -1:
+            time.sleep(1)
+
+    present = note_steps()
+    symmetric.push_weights = push_and_die
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_killed_in_the_middle_of_a_step_goes_on_with_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "env"),
+    [
+        ("collective", ON_CPU),
+        pytest.param("symmetric", ON_CPU, marks=[pytest.mark.slow, needs_interpreter]),
+        pytest.param("symmetric", {"EQUIPOISE_ACCELERATOR": "cuda"}, marks=[pytest.mark.gpu, needs_two_gpus]),
+    ],
+    ids=["collective", "symmetric, interpreted", "symmetric, on GPUs"],
+)
+def test_a_run_killed_in_the_middle_of_a_step_goes_on_with_the_losses_of_one_that_was_not(
+    tmp_path: Path, transport: str, env: dict[str, str]
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    survivor, victim = observe_ranks(train_or_die, 2, killed, True, deadline_s=90, after_failure_s=60, env=ON_CPU)
+    run = {"deadline_s": 150, "env": env}
+    survivor, victim = observe_ranks(train_or_die, 2, killed, True, transport, after_failure_s=60, **run)  # type: ignore[arg-type]
     assert victim.exit_code == -signal.SIGKILL
     assert survivor.exit_code == 1, survivor.output
-    assert "rank 1 (host " in survivor.traceback
+    assert "RankFailure" in survivor.traceback
+    assert ("rank 1 (host " if transport == "collective" else "waited for rank 1") in survivor.traceback
     assert [record["step"] for record in records(killed)] == list(range(1, DIES_AT))
     assert sorted(path.name for path in (killed / "checkpoints").glob("step-*")) == ["step-00000002", "step-00000004"]
     for folder in (killed, whole):
-        run_ranks(train_or_die, 2, folder, False, deadline_s=90, env=ON_CPU)
+        run_ranks(train_or_die, 2, folder, False, transport, **run)  # type: ignore[arg-type]
     want = records(whole)
     assert min(record["rank_imbalance"] for record in want) > 1.5
     assert max(record["rank_imbalance_after"] for record in want) < 1.2

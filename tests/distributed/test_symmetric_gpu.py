@@ -83,7 +83,7 @@ class Ranks:
             known = None if step.device_exchange is None else DeviceExchange(*step.device_exchange)
             exchange = known or Exchange(*step.exchange)  # type: ignore[misc]
             arrived = dispatcher.dispatch(x, step.physical_ids_TK, weights, exchange)
-            rows = step.grouped_mlp(arrived.rows_RD, arrived.counts_M, *attached, self.kernel)
+            rows = step.grouped_mlp(arrived.rows_RD, arrived.counts_M, *attached, self.kernel, arrived.make_rows)
             y = step.leave(dispatcher.combine(rows, arrived.handle))
         y.backward(gradient)
         assert x.grad is not None

@@ -28,43 +28,53 @@ piece = group | {"piece": "i32", "pieces_ptr": "*i64", "piece_bytes": "i64"}
 two = dict(P=2, P_PAD=2)
 """
 TRANSFERS = """
-from equipoise.kernels.transfer_triton import pull_kernel, push_kernel
+from equipoise.kernels.transfer_triton import transfer_kernel
 
 types = group | {"slot_expert_ptr": "*i32", "address": "i64", "table_ptr": "*i64", "slots_ptr": "*i64",
                  "expert_bytes": "i32", "num_steps": "i32"}
-slots = two | dict(M=4, R=2, S=4, S_PAD=4)
+slots = two | dict(M=4, R=2, S=4, S_PAD=4, BLOCK=1024)
+push = slots | dict(IS_PULL=False, DTYPE=tl.int64, SLOT_DTYPE=tl.int64, SLOT_ITEM_BYTES=8)
+pull = slots | dict(IS_PULL=True, SLOT_DTYPE=tl.float32, SLOT_ITEM_BYTES=4)
 for table in (False, True):
-    ptx = compile(push_kernel, types, WORD=tl.int64, STEP=16, IS_TABLE=table, ALIGNED=True, BLOCK=1024, **slots)
+    ptx = compile(transfer_kernel, types, STEP=16, IS_TABLE=table, ALIGNED=True, **push)
     assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx
     for dtype, store in ((tl.bfloat16, "st.global.v4.b32"), (tl.float32, "st.global.v4.b32")):
-        ptx = compile(pull_kernel, types, DTYPE=dtype, STEP=16, IS_TABLE=table, ALIGNED=True, BLOCK=1024, **slots)
+        ptx = compile(transfer_kernel, types, DTYPE=dtype, STEP=16, IS_TABLE=table, ALIGNED=True, **pull)
         assert "ld.global.v4.b32" in ptx and store in ptx
-compile(push_kernel, types, WORD=tl.int16, STEP=1, IS_TABLE=False, ALIGNED=False, BLOCK=1024, **slots)
+push |= dict(DTYPE=tl.int16, SLOT_DTYPE=tl.int16, SLOT_ITEM_BYTES=2)
+compile(transfer_kernel, types, STEP=1, IS_TABLE=False, ALIGNED=False, **push)
 """
 ROWS = """
 from equipoise.kernels import rows_triton as rows
 
-copied = two | dict(W=1024, WORD=tl.int64, WORD_BYTES=8, ALIGNED=True, BLOCK=1024)
-types = piece | {"x_ptr": "*i64", "target_ptr": "*i64", "origin_ptr": "*i32", "num_tokens": "i32",
-                 "record_offset": "i64"}
-assert "st.global.v2.b64" in compile(rows.send_rows_kernel, types, K=4, **copied)
-types = piece | {"rows_ptr": "*i64", "record_ptr": "*i64", "total_ptr": "*i32", "num_slots": "i32"}
-assert "st.global.v2.b64" in compile(rows.return_rows_kernel, types, **copied)
-types = {"rows_ptr": "*i64", "record_ptr": "*i64", "total_ptr": "*i32"}
-assert "st.global.v2.b64" in compile(rows.spread_rows_kernel, types, W=1024, BLOCK=1024)
-types = piece | {"grad_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32", "grad_weights_ptr": "*fp32",
-                 "target_ptr": "*i64", "num_tokens": "i32"}
-for want in (True, False):
-    ptx = compile(rows.send_gradients_kernel, types, K=4, D=2048, ITEM_BYTES=2, ALIGNED=True, WANT_WEIGHTS=want,
-                  BLOCK=2048, **two)
-    assert "st.global.v4.b32" in ptx
+words = two | dict(W=1024, WORD=tl.int64, WORD_BYTES=8, ALIGNED=True, BLOCK=1024)
+features = two | dict(K=4, D=4096, ITEM_BYTES=2, ALIGNED=True, BLOCK=4096)
+placed = {"quota_ptr": "*i32", "before_ptr": "*i32", "target_ptr": "*i64", "record_ptr": "*i32"}
 for integers in ("*i32", "*i64"):
+    types = piece | placed | {"x_ptr": "*i64", "send_ptr": integers, "ids_ptr": integers, "row_ptr": "*i32",
+                              "counts_ptr": "*i64", "total_ptr": "*i32", "num_tokens": "i32", "capacity": "i32",
+                              "record_offset": "i64"}
+    ptx = compile(rows.send_rows_kernel, types, J=36, L=18, K=4, J_PAD=64, L_PAD=32, BLOCK_T=32, **words)
+    assert "st.global.v2.b64" in ptx
     types = group | {"tables_ptr": "*i64", "counts_ptr": integers, "quota_ptr": "*i32", "before_ptr": "*i32"}
     compile(rows.exchange_counts_kernel, types, J=36, J_PAD=64, **two)
-    types = {"control_ptr": "*i64", "send_ptr": integers, "quota_ptr": "*i32", "before_ptr": "*i32",
-             "ids_ptr": integers, "row_ptr": "*i32", "target_ptr": "*i64", "origin_ptr": "*i32", "counts_ptr": "*i64",
-             "total_ptr": "*i32", "rank": "i32", "capacity": "i32", "num_tokens": "i32"}
-    compile(rows.address_rows_kernel, types, J=36, L=18, K=4, J_PAD=64, L_PAD=32, BLOCK_T=128)
+types = {"record_ptr": "*i32", "weights_ptr": "*fp32", "total_ptr": "*i32"}
+ptx = compile(rows.spread_rows_kernel, types | {"rows_ptr": "*i64"}, K=4, W=1024, HAS_WEIGHTS=False, BLOCK=1024)
+assert "st.global.v2.b64" in ptx
+ptx = compile(rows.spread_rows_kernel, types | {"rows_ptr": "*bf16"}, K=4, W=4096, HAS_WEIGHTS=True, BLOCK=4096)
+assert "st.global.v4.b32" in ptx
+types = {"rows_ptr": "*i64", "out_ptr": "*i64", "total_ptr": "*i32"}
+assert "st.global.v2.b64" in compile(rows.copy_rows_kernel, types, W=1024, BLOCK=1024)
+types = piece | {"grad_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32", "grad_weights_ptr": "*fp32",
+                 "target_ptr": "*i64", "record_ptr": "*i32", "num_tokens": "i32", "weight_offset": "i64"}
+for want in (True, False):
+    ptx = compile(rows.send_gradients_kernel, types, WANT_WEIGHTS=want, **features)
+    assert "st.global.v4.b32" in ptx
+types = piece | {"target_ptr": "*i64", "weights_ptr": "*fp32", "kept_ptr": "*bf16", "out_ptr": "*bf16",
+                 "num_tokens": "i32"}
+for has_weights, keeps in ((True, True), (False, False)):
+    ptx = compile(rows.gather_rows_kernel, types, HAS_WEIGHTS=has_weights, KEEPS_ROWS=keeps, **features)
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 """
 PLAN = """
 from equipoise.kernels.plan_triton import plan_kernel

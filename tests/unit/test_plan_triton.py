@@ -8,7 +8,7 @@ from equipoise.balance import PlannerSettings, check_plan, complete_plan, device
 from equipoise.balance.device_planner import DevicePlanner
 from equipoise.balance.planner_host import plan_load
 from equipoise.balance.quality import Size, synthetic_loads
-from equipoise.kernels.plan import make_plan_workspace, plan, plan_problem
+from equipoise.kernels.plan import PlanTables, PlanTerms, make_plan_workspace, plan, plan_problem
 from equipoise.kernels.triton_support import triton_problem
 
 CPU = torch.device("cpu")
@@ -98,8 +98,9 @@ def test_workspace_is_left_as_it_was_found(few_targets) -> None:
     load_PE, chosen = skewed(3, 6, 13), PlannerSettings(1, 0.0)
     rules_V4, steps_K = device_planner.rule_tables(CPU)
     workspace = make_plan_workspace(3, 6, 1, (len(steps_K) + 1) * len(rules_V4), CPU)
+    tables, terms = PlanTables(rules_V4, steps_K, workspace), PlanTerms(1, 1, chosen.tolerance_ppm, 1, 0, 0)
     for _ in range(2):
-        parts = plan(load_PE, rules_V4, steps_K, workspace, 1, 1, chosen.tolerance_ppm, 1, 0, 0)
+        parts = plan(load_PE, tables, terms)
         for name, part in zip(PARTS, parts):
             assert torch.equal(part, getattr(reference(load_PE, 1, chosen), name))
         assert not workspace[:64].any()
@@ -110,8 +111,9 @@ def test_operator_is_traced_without_running() -> None:
 
     with FakeTensorMode():
         load_PE = torch.empty(4, 8, dtype=torch.int32)
-        tables = torch.empty(6, 4, dtype=torch.int32), torch.empty(128, dtype=torch.int32)
-        parts = plan(load_PE, *tables, torch.empty(10**5, dtype=torch.int64), 0, 2, 0, 1, 0, 0)
+        rules, steps = torch.empty(6, 4, dtype=torch.int32), torch.empty(128, dtype=torch.int32)
+        tables = PlanTables(rules, steps, torch.empty(10**5, dtype=torch.int64))
+        parts = plan(load_PE, tables, PlanTerms(0, 2, 0, 1, 0, 0))
     assert [tuple(part.shape) for part in parts] == [(8,), (16,), (16,), (4, 4)]
     assert {part.dtype for part in parts} == {torch.int32}
 

@@ -26,6 +26,7 @@ from equipoise.kernels.grouped_gemm import (
 )
 from equipoise.kernels.grouped_linear import choose_grouped_linear, loop_grouped_linear
 from equipoise.kernels.grouped_mlp import loop_mlp_backward, loop_mlp_forward, product_into
+from equipoise.kernels.rows import RowMaker
 from equipoise.kernels.tiles import Tiles, make_tiles
 from equipoise.kernels.tuning import block_rows
 
@@ -150,20 +151,20 @@ class _KernelMLP(torch.autograd.Function):
     """SwiGLU experts from both storages by the Triton kernels. Saves the rows, and gate and up."""
 
     @staticmethod
-    def forward(ctx, rows_RD, step, gate_up_name, down_name, counts, num_gate_up, *masters):
+    def forward(ctx, rows_RD, step, gate_up_name, down_name, counts, num_gate_up, make_rows, *masters):
         gate_up, down = masters[:num_gate_up], masters[num_gate_up:]
-        ctx.step, ctx.names, ctx.num_gate_up = step, (gate_up_name, down_name), num_gate_up
+        ctx.step, ctx.names, ctx.num_gate_up, ctx.make_rows = step, (gate_up_name, down_name), num_gate_up, make_rows
         ctx.tiles = _tiles(rows_RD, step, counts)
         act_RI, hidden_RI = dual_swiglu_forward(rows_RD, _stacked(gate_up), step.slots(gate_up_name), ctx.tiles)
         ctx.save_for_backward(rows_RD, hidden_RI, *masters)
-        return dual_forward(act_RI, _stacked(down), step.slots(down_name), ctx.tiles)
+        return dual_forward(act_RI, _stacked(down), step.slots(down_name), ctx.tiles, make_rows=make_rows)
 
     @staticmethod
     def backward(ctx, grad_RD):
         rows_RD, hidden_RI, *masters = ctx.saved_tensors
         step, tiles, (gate_up_name, down_name) = ctx.step, ctx.tiles, ctx.names
         gate_up, down = masters[: ctx.num_gate_up], masters[ctx.num_gate_up :]
-        want_rows, want_masters = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        want_rows, want_masters = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
         want_gate_up, want_down = any(want_masters[: len(gate_up)]), any(want_masters[len(gate_up) :])
         grad_RD = grad_RD.contiguous()
         # In the order of the fused loop, which every rank keeps.
@@ -178,11 +179,13 @@ class _KernelMLP(torch.autograd.Function):
         if want_gate_up:
             gradient = dual_wgrad(grad_hidden, rows_RD, tiles, step.num_masters, gate_up[0].dtype, slots[0])
             grads[0] = _like(gradient, gate_up)
-        grad_rows = dual_dgrad(grad_hidden, _stacked(gate_up), gate_up_slots, tiles) if want_rows else None
+        grad_rows = None
+        if want_rows:
+            grad_rows = dual_dgrad(grad_hidden, _stacked(gate_up), gate_up_slots, tiles, ctx.make_rows)
         for name, want, gradients in zip(ctx.names, wanted, grads):
             if want:
                 step.send_gradients(name, gradients)
-        return grad_rows, None, None, None, None, None, *grads[0], *grads[1]
+        return grad_rows, None, None, None, None, None, None, *grads[0], *grads[1]
 
 
 def _loop_product(rows: torch.Tensor, weights: Sequence[torch.Tensor], counts: Sequence[int], transposed: bool):
@@ -312,20 +315,23 @@ def dual_linear(rows_RK: torch.Tensor, counts: Counts, attached: "Attached", ker
 
 
 def dual_mlp(
-    rows_RD: torch.Tensor, counts: Counts, gate_up: "Attached", down: "Attached", kernel: str = "auto"
+    rows_RD: torch.Tensor,
+    counts: Counts,
+    gate_up: "Attached",
+    down: "Attached",
+    kernel: str = "auto",
+    make_rows: RowMaker | None = None,
 ) -> torch.Tensor:
-    """SwiGLU experts, gate rows first in `gate_up` [2 * I, D]; `down` is [D, I]."""
+    """SwiGLU experts, gate rows first in `gate_up` [2 * I, D]; `down` is [D, I]. The `triton` form writes its result
+    and the rows' gradient to what `make_rows` makes."""
     step = gate_up.step
     choice = choose_grouped_linear(rows_RD.device, rows_RD.dtype, kernel)
+    names, number = (gate_up.name, down.name), len(gate_up.tensors)
     if choice.name == "triton":
-        return _KernelMLP.apply(
-            rows_RD, step, gate_up.name, down.name, counts, len(gate_up.tensors), *gate_up.tensors, *down.tensors
-        )
+        return _KernelMLP.apply(rows_RD, step, *names, counts, number, make_rows, *gate_up.tensors, *down.tensors)
     if choice.fn is loop_grouped_linear:
         here = counts.host if step.has_replicas else counts.host[: step.num_masters]
-        return _FusedMLP.apply(
-            rows_RD, step, gate_up.name, down.name, here, len(gate_up.tensors), *gate_up.tensors, *down.tensors
-        )
+        return _FusedMLP.apply(rows_RD, step, *names, here, number, *gate_up.tensors, *down.tensors)
     hidden = _product(_split(rows_RD, step, counts), counts, gate_up, kernel)
     parts = []
     for part in hidden:

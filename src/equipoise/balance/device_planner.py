@@ -2,7 +2,6 @@
 
 import logging
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -15,6 +14,8 @@ from equipoise.errors import ConfigError
 from equipoise.kernels.plan import (
     CountExchange,
     ExchangedPlan,
+    PlanTables,
+    PlanTerms,
     exchange_plan,
     make_plan_workspace,
     plan,
@@ -25,12 +26,15 @@ from equipoise.symmetric.space import SymmetricSpace
 logger = logging.getLogger(__name__)
 
 
-class KernelTensors(NamedTuple):
-    """What `kernels/plan.py` needs beside the load: rules, targets' steps, scratch memory."""
-
-    rules_V4: torch.Tensor
-    steps_K: torch.Tensor
-    workspace: torch.Tensor
+def _terms(rank: int, settings: PlannerSettings) -> PlanTerms:
+    return PlanTerms(
+        rank,
+        settings.num_slots,
+        settings.tolerance_ppm,
+        settings.min_tokens,
+        settings.domain_size,
+        settings.copy_tokens,
+    )
 
 
 class DevicePlanner:
@@ -42,7 +46,7 @@ class DevicePlanner:
     """
 
     def __init__(self) -> None:
-        self._prepared: dict[tuple[int, int, int, torch.device], KernelTensors | None] = {}
+        self._prepared: dict[tuple[int, int, int, torch.device], PlanTables | None] = {}
 
     def __call__(self, load_PE: torch.Tensor, rank: int, settings: PlannerSettings) -> BalancePlan:
         """`load_PE`: integer tensor [P, E]. Counts are not checked: that would be a host sync."""
@@ -55,16 +59,7 @@ class DevicePlanner:
         if tensors is None:
             placement = plan_loads(load_PE.sum(0)[None], P, settings, reads_values=False)[0]
             return complete_plan(placement, load_PE, rank)
-        slot_expert, quota, send, recv = plan(
-            load_PE.int().contiguous(),
-            *tensors,
-            rank,
-            settings.num_slots,
-            settings.tolerance_ppm,
-            settings.min_tokens,
-            settings.domain_size,
-            settings.copy_tokens,
-        )
+        slot_expert, quota, send, recv = plan(load_PE.int().contiguous(), tensors, _terms(rank, settings))
         return BalancePlan(Placement(slot_expert, quota, P, E), send, recv, rank)
 
 
@@ -82,8 +77,8 @@ class ExchangingPlanner:
         problem = plan_problem(space.device.type, space.num_ranks, num_experts, settings.num_slots)
         if problem is not None:
             raise ConfigError(f"plans cannot be made on the device: {problem}")
-        self._rank, self._num_ranks, self._settings = space.rank, space.num_ranks, settings
-        tables_P = space.allocate((2, space.num_ranks, num_experts), torch.int32).pointers_P
+        self._num_ranks, self._terms = space.num_ranks, _terms(space.rank, settings)
+        tables_P = space.allocate((2, space.num_ranks, num_experts), torch.int32, "counts for a plan").pointers_P
         channel = space.channel("exchange of counts for a plan")
         self._exchange = CountExchange(space.signals, channel, tables_P)
         prepared = _prepare(space.num_ranks, num_experts, settings.num_slots, space.device)
@@ -92,22 +87,10 @@ class ExchangingPlanner:
 
     def __call__(self, counts_E: torch.Tensor) -> ExchangedPlan:
         """`counts_E`: int32, contiguous, this rank's tokens for each expert."""
-        chosen = self._settings
-        return exchange_plan(
-            counts_E,
-            self._num_ranks,
-            self._exchange,
-            *self._tensors,
-            self._rank,
-            chosen.num_slots,
-            chosen.tolerance_ppm,
-            chosen.min_tokens,
-            chosen.domain_size,
-            chosen.copy_tokens,
-        )
+        return exchange_plan(counts_E, self._num_ranks, self._exchange, self._tensors, self._terms)
 
 
-def _prepare(num_ranks: int, num_experts: int, num_slots: int, device: torch.device) -> KernelTensors | None:
+def _prepare(num_ranks: int, num_experts: int, num_slots: int, device: torch.device) -> PlanTables | None:
     """The kernel's tensors; None, and a line in the log, where the tensor forms have to do."""
     problem = plan_problem(device.type, num_ranks, num_experts, num_slots)
     if problem is not None:
@@ -116,7 +99,7 @@ def _prepare(num_ranks: int, num_experts: int, num_slots: int, device: torch.dev
     rules_V4, steps_K = rule_tables(device)
     num_candidates = (len(steps_K) + 1) * len(rules_V4)
     workspace = make_plan_workspace(num_ranks, num_experts, num_slots, num_candidates, device)
-    return KernelTensors(rules_V4, steps_K, workspace)
+    return PlanTables(rules_V4, steps_K, workspace)
 
 
 def rule_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

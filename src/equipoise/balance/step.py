@@ -18,6 +18,7 @@ from equipoise.balance.plan import BalancePlan
 from equipoise.balance.replicas import Copies, Masters, Replica, as_masters, replicas_of
 from equipoise.balance.transport.base import GradientPull
 from equipoise.errors import ConfigError, PlanError
+from equipoise.kernels.rows import RowMaker
 
 if TYPE_CHECKING:
     from equipoise.balance.runtime import Balancer
@@ -233,8 +234,10 @@ class Step:
         gate_up: Attached,
         down: Attached,
         kernel: str = "auto",
+        make_rows: RowMaker | None = None,
     ) -> torch.Tensor:
-        """SwiGLU experts in one piece: `gate_up` [2 * I, D] with the gate rows first, `down` [D, I].
+        """SwiGLU experts in one piece: `gate_up` [2 * I, D] with the gate rows first, `down` [D, I]. `make_rows`: what
+        the dispatcher gave, if the result goes to its `combine` as it is.
 
         Raises:
             PlanError: the rows that arrived are not those that the plan sent (checked where the counts are on the CPU).
@@ -242,7 +245,7 @@ class Step:
         known = self._counts(counts, rows_RD.device)
         if rows_RD.device.type == "cpu" and known.host != self.counts:
             raise PlanError(f"{self.where}: rows {known.host} arrived, the plan sent {self.counts}")
-        return dual_mlp(rows_RD, known, gate_up, down, kernel)
+        return dual_mlp(rows_RD, known, gate_up, down, kernel, make_rows)
 
     def _counts(self, counts: torch.Tensor | Sequence[int], device: torch.device) -> Counts:
         if isinstance(counts, torch.Tensor):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.distributed.collectives import Group, live_group
+from equipoise.kernels.rows import RowMaker
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,14 @@ class Dispatched:
     rows_RD: rows grouped by local expert, in expert order.
     counts_M: int64 on the rows' device, rows of each local expert. Rows past their sum belong to nobody.
     handle: the dispatcher's own record of the exchange, to be given to `combine` once.
+    make_rows: for experts that can choose where they write: memory for their outputs and for the gradient of their
+        rows, which then need not be copied; None where it makes no difference.
     """
 
     rows_RD: torch.Tensor
     counts_M: torch.Tensor
     handle: Any
+    make_rows: RowMaker | None = None
 
 
 class Exchange(NamedTuple):

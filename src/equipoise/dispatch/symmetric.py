@@ -1,17 +1,18 @@
-"""Dispatcher over memory that the ranks of the EP group share: rows are written straight to their places at the peers.
+"""Dispatcher over memory that the ranks of the EP group share: rows are written straight to their places at the peers,
+and the experts' outputs are read from where they lie.
 
 No host sync and no split sizes: places come from the counts of all ranks, which are on the device, and shapes are
 static. A rank can receive `capacity` rows; the kernels check it, and `SymmetricSpace.check` raises on the host. Results
 are those of `all_to_all`, row for row.
 
-Rows arrive in memory that is lent to the caller (`LeasedMemory`), so that saving them for the backward costs no copy.
-It comes back when the last tensor on it dies. A forward that would take the last piece copies rows out of it, so that
-a backward, which needs one for a moment, always finds one.
-
 One exchange each way, in the forward and in the backward:
 
-    dispatch             x to the experts' ranks           backward: gradients back to the slots, summed
-    combine              outputs back to the slots, summed backward: weighted gradients to the experts' ranks
+    dispatch             tokens to the experts' ranks       backward: gradients read from there, summed
+    combine              outputs read from there, summed    backward: gradients to the experts' ranks, weighted there
+
+All of them use equal pieces of memory, lent as tensors (`LeasedMemory`). Arrived rows keep theirs until the backward,
+so that saving them costs no copy; a forward that would take one of the last two copies rows out of it, since an
+exchange that is under way needs two: one that rows arrive in, and one that the experts write to.
 
 Shapes: T tokens, K slots per token, D features, P ranks, L local physical experts, J = P * L, C rows at most.
 """
@@ -24,41 +25,57 @@ import torch
 
 from equipoise.dispatch.base import AnyExchange, DeviceExchange, Dispatched
 from equipoise.errors import ConfigError
-from equipoise.kernels.peers import (
+from equipoise.kernels.permute import make_permutation
+from equipoise.kernels.rows import (
     MAX_PLACES,
     MAX_RANKS,
-    Pieces,
+    Exchange,
+    Piece,
+    Places,
     RowLayout,
+    copy_rows,
     exchange_counts,
-    make_layout,
-    return_rows,
+    gather_rows,
     row_launch,
     send_gradients,
     send_rows,
+    spread_rows,
 )
-from equipoise.kernels.permute import gather_slots, make_permutation
 from equipoise.symmetric.leased import LeasedMemory, part
 from equipoise.symmetric.space import SymmetricSpace
 
 logger = logging.getLogger(__name__)
+UNDER_WAY = 2
+"""Pieces that an exchange takes for a moment: for rows that arrive, and for what experts write."""
 
 
 class _Memory(NamedTuple):
-    """What the first dispatch allocates. rows: pieces of C rows, with their records behind. slots: pieces of S rows."""
+    """What the first dispatch allocates: pieces of `capacity` rows, then their records and weights; made for tokens of
+    `num_slots` slots in all, `width` features and at most `item_bytes` each."""
 
-    rows: LeasedMemory
-    slots: LeasedMemory
+    pieces: LeasedMemory
     capacity: int
     num_slots: int
     width: int
     item_bytes: int
 
+    @property
+    def weight_offset(self) -> int:
+        return self.pieces.piece_bytes - _rounded(4 * self.capacity)
+
+    @property
+    def record_offset(self) -> int:
+        return self.weight_offset - _rounded(4 * self.capacity)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // 256) * 256
+
 
 class _Handle(NamedTuple):
     layout: RowLayout
     weights_TK: torch.Tensor
-    valid_TK: torch.Tensor | None
-    record_R: torch.Tensor
+    record_C: torch.Tensor
 
 
 class SymmetricDispatcher:
@@ -69,7 +86,7 @@ class SymmetricDispatcher:
         space: of the EP group.
         capacity_factor: rows that a rank can receive, over the T * K of the largest rank. 0: enough for any routing.
         max_tokens: largest T that will come; 0 takes that of the first dispatch, over all ranks.
-        num_buffers: pieces of memory, each way: one more than the forwards whose results are kept at once.
+        num_buffers: one more than the forwards whose arrived rows are kept at once. There is one piece of memory more.
     """
 
     def __init__(
@@ -88,29 +105,30 @@ class SymmetricDispatcher:
         self._counts, self._dispatch, self._combine, self._combine_backward, self._dispatch_backward = map(
             space.channel, names
         )
-        self._tables_P = space.allocate((2, space.num_ranks, num_experts), torch.int32).pointers_P
+        shape = (2, space.num_ranks, num_experts)
+        self._tables_P = space.allocate(shape, torch.int32, "counts for a dispatch").pointers_P
         self._memory: _Memory | None = None
-        self._numbers: torch.Tensor | None = None
         self._has_warned = False
 
     @property
     def num_bytes(self) -> int:
         """Memory of the buffers allocated by now."""
-        if self._memory is None:
-            return 0
-        return sum(part.num_pieces * part.piece_bytes for part in (self._memory.rows, self._memory.slots))
+        pieces = None if self._memory is None else self._memory.pieces
+        return 0 if pieces is None else pieces.num_pieces * pieces.piece_bytes
 
     def reserve(self, num_tokens: int, num_slots: int, width: int, item_bytes: int) -> _Memory:
-        """The buffers, allocated at the first call: collective, and the only one that waits on the host.
+        """The buffers, allocated at the first call: collective, and the only one that waits on the host. Sizes are the
+        largest of all ranks'.
 
         Raises:
-            ConfigError: a later dispatch has more tokens, slots or bytes than the buffers were made for.
+            RankFailure: a rank did not come to the first call in time.
+            ConfigError: a later dispatch has more tokens, slots or bytes than the buffers were made for. Ranks cannot
+                agree to make larger ones, which would be a host sync; the other ranks raise `RankFailure`.
         """
         memory = self._memory
         if memory is None:
-            tokens, per_token, width, item_bytes = self.space.agree_max(
-                [max(num_tokens, self.max_tokens), num_slots, width, item_bytes]
-            )
+            given = [max(num_tokens, self.max_tokens), num_slots, width, item_bytes]
+            tokens, per_token, width, item_bytes = self.space.agree_max("sizes of the first dispatch", given)
             slots = max(tokens * per_token, 1)
             capacity = self.num_ranks * slots
             if self.num_ranks > MAX_RANKS or capacity >= MAX_PLACES:
@@ -120,12 +138,11 @@ class SymmetricDispatcher:
                 )
             if self.capacity_factor:
                 capacity = min(capacity, int(slots * self.capacity_factor) + self.num_local_experts)
-            row_bytes = width * item_bytes
-            records = -(-capacity * row_bytes // 256) * 256
-            rows = LeasedMemory(self.space, self.num_buffers, records + capacity * 8)
-            returned = LeasedMemory(self.space, self.num_buffers, slots * row_bytes)
-            memory = self._memory = _Memory(rows, returned, capacity, slots, width, item_bytes)
+            num_bytes = _rounded(capacity * width * item_bytes) + 2 * _rounded(4 * capacity)
+            pieces = LeasedMemory(self.space, self.num_buffers + 1, num_bytes, "rows of tokens")
+            memory = self._memory = _Memory(pieces, capacity, slots, width, item_bytes)
         if num_tokens * num_slots > memory.num_slots or width != memory.width or item_bytes > memory.item_bytes:
+            self.space.abandon()
             raise ConfigError(
                 f"a dispatch of {num_tokens} x {num_slots} slots of {width} features of {item_bytes} bytes; the "
                 f"buffers were made for {memory.num_slots} slots of {memory.width} features of {memory.item_bytes} "
@@ -146,135 +163,144 @@ class SymmetricDispatcher:
             RankFailure, ConfigError: what the kernels have found out by now, see `SymmetricSpace.check`.
         """
         self.space.check()
-        memory = self.reserve(ids_TK.shape[0], ids_TK.shape[1], x_TD.shape[1], x_TD.element_size())
-        if isinstance(exchange, DeviceExchange):
-            row_TK, valid_TK, send_J = exchange.row_TK, exchange.valid_TK, exchange.send_J
-            quota_J, before_J = exchange.quota_J, exchange.before_J
-        else:
-            permutation = make_permutation(ids_TK, self.num_experts)
-            row_TK, valid_TK, send_J = permutation.row_TK, permutation.valid_TK, permutation.counts_E
-            quota_J, before_J = exchange_counts(self.space.signals, self._counts, self._tables_P, send_J)
-        layout = make_layout(
-            self.space.signals, ids_TK.contiguous(), row_TK, send_J, quota_J, before_J, memory.capacity
-        )
-        records: list[torch.Tensor] = []
-        rows_RD = _Dispatch.apply(x_TD, self, layout, valid_TK, records)
-        return Dispatched(rows_RD, layout.counts_L, _Handle(layout, weights_TK, valid_TK, records[0]))
+        self.reserve(ids_TK.shape[0], ids_TK.shape[1], x_TD.shape[1], x_TD.element_size())
+        found: list[_Handle] = []
+        rows_CD = _Dispatch.apply(x_TD, self, self.places(ids_TK, exchange), weights_TK.detach(), found)
+        handle = found[0]._replace(weights_TK=weights_TK)
+        return Dispatched(rows_CD, handle.layout.counts_L, handle, self.make_rows)
 
     def combine(self, rows_RD: torch.Tensor, handle: _Handle) -> torch.Tensor:
-        """See `Dispatcher`."""
-        return _Combine.apply(rows_RD, handle.weights_TK, self, handle)
+        """See `Dispatcher`. Rows that are in memory of `Dispatched.make_rows` are not copied."""
+        keeps = torch.is_grad_enabled() and handle.weights_TK.requires_grad
+        return _Combine.apply(rows_RD, handle.weights_TK, self, handle.layout, handle.record_C, keeps)
+
+    def make_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """[C, D] in a free piece; in plain memory if there is none, or for another dtype."""
+        memory = self._memory
+        assert memory is not None
+        if memory.pieces.num_free == 0 or dtype.itemsize > memory.item_bytes:
+            return torch.empty(memory.capacity, memory.width, dtype=dtype, device=self.space.device)
+        return self._rows(memory.pieces.lend()[1], dtype)
 
     # The four exchanges.
 
-    def _lend(self, pool: LeasedMemory, is_kept: bool) -> tuple[Pieces, torch.Tensor, bool]:
+    def places(self, ids_TK: torch.Tensor, exchange: AnyExchange = None) -> Places:
+        """Where rows go, as far as it is known or has to be asked."""
+        if isinstance(exchange, DeviceExchange):
+            known = exchange.row_TK, exchange.send_J, exchange.quota_J, exchange.before_J
+        else:
+            permutation = make_permutation(ids_TK, self.num_experts)
+            send_J = permutation.counts_E
+            quota_before = exchange_counts(self.space.signals, self._counts, self._tables_P, send_J)
+            known = permutation.row_TK, send_J, *quota_before
+        return Places(ids_TK.contiguous(), *known)
+
+    def _lend(self, is_kept: bool) -> tuple[int, torch.Tensor, bool]:
         """A piece for peers to write to, its bytes, and whether results have to be copied out of it. `is_kept`: until a
-        backward; else until the caller's next exchange."""
-        if pool.num_free < 2 and self.space.device.type == "cpu":
+        backward; else for the exchange under way."""
+        assert self._memory is not None
+        pool = self._memory.pieces
+        if pool.num_free <= UNDER_WAY and self.space.device.type == "cpu":
             gc.collect()  # Triton's interpreter leaves cycles of references to tensors
-        is_last = is_kept and pool.num_free == 1
+        is_last = is_kept and pool.num_free <= UNDER_WAY
         if is_last and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "all but one of the %d buffers of the symmetric dispatcher are in use; results are copied. Raise "
+                "all but %d of the %d buffers of the symmetric dispatcher are in use; rows are copied. Raise "
                 "dispatch.num_buffers to one more than the MoE layers and microbatches whose backward is outstanding",
-                self.num_buffers,
+                UNDER_WAY,
+                pool.num_pieces,
             )
         if pool.num_free == 0:
             raise RuntimeError(
                 "the gradient of a dispatched row is kept beyond its backward (a hook, retain_grad), so the symmetric "
                 "dispatcher has no buffer left: copy it, or raise dispatch.num_buffers"
             )
-        index, memory = pool.lend()
-        return Pieces(pool.memory.pointers_P, pool.piece_bytes, index), memory, is_last
+        return *pool.lend(), is_last
 
-    def slot_numbers(self, layout: RowLayout) -> torch.Tensor:
-        """0, 1, ... in the shape of the ids."""
-        number = layout.target_TK.numel()
-        if self._numbers is None:
-            assert self._memory is not None
-            self._numbers = torch.arange(self._memory.num_slots, device=layout.target_TK.device)
-        return self._numbers[:number].view(layout.target_TK.shape)
-
-    def _rows(self, memory: _Memory, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return part(piece, 0, (memory.capacity, memory.width), dtype)
-
-    def send(self, x_TD: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [C, D] that arrived here, and their records [C]."""
-        assert self._memory is not None
+    def _exchange(self, channel: int, number: int) -> Exchange:
         memory = self._memory
-        pieces, piece, is_copied = self._lend(memory.rows, is_kept=True)
-        offset = memory.rows.piece_bytes - -(-memory.capacity * 8 // 256) * 256
-        rows, records = self._rows(memory, piece, x_TD.dtype), part(piece, offset, (memory.capacity,), torch.int64)
-        send_rows(self.space.signals, self._dispatch, x_TD, layout, pieces, rows, records, self.launch)
-        return (rows.clone(), records.clone()) if is_copied else (rows, records)
+        assert memory is not None
+        addresses_P, num_bytes = memory.pieces.memory.pointers_P, memory.pieces.piece_bytes
+        piece = Piece(addresses_P, num_bytes, number, memory.record_offset, memory.weight_offset)
+        return Exchange(self.space.signals, channel, piece, self.launch)
 
-    def give_back(self, channel: int, rows_RD: torch.Tensor, layout: RowLayout, record_R: torch.Tensor) -> torch.Tensor:
-        """Rows [T * K, D] that came back to this rank's slots; those without an id hold anything."""
+    def _rows(self, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         assert self._memory is not None
-        memory = self._memory
-        pieces, piece, is_copied = self._lend(memory.slots, is_kept=channel == self._combine)
-        return_rows(self.space.signals, channel, rows_RD, record_R, layout.total, pieces, memory.num_slots, self.launch)
-        slots = part(piece, 0, (layout.target_TK.numel(), memory.width), rows_RD.dtype)
-        return slots.clone() if is_copied else slots
+        return part(piece, 0, (self._memory.capacity, self._memory.width), dtype)
+
+    def send(self, x_TD: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor, RowLayout]:
+        """Rows [C, D] that arrived here, their records [C], and where this rank's went."""
+        assert self._memory is not None
+        capacity = self._memory.capacity
+        number, piece, is_copied = self._lend(is_kept=True)
+        rows = self._rows(piece, x_TD.dtype)
+        record_C = part(piece, self._memory.record_offset, (capacity,), torch.int32)
+        layout = send_rows(self._exchange(self._dispatch, number), x_TD, places, capacity, rows)
+        spread_rows(rows, record_C, layout.total, places.ids_TK.shape[1], self.launch)
+        return (rows.clone(), record_C.clone(), layout) if is_copied else (rows, record_C, layout)
+
+    def collect(
+        self, channel: int, rows_RD: torch.Tensor, layout: RowLayout, weights_TK: torch.Tensor | None, keeps: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's tokens' sums of (weighted) rows at their experts' ranks, and the rows [T * K, D] if they are
+        kept; those of slots without an id are 0."""
+        assert self._memory is not None
+        number, rows = self._memory.pieces.number_of(rows_RD), rows_RD
+        if number is None:
+            number, piece, _ = self._lend(is_kept=False)
+            rows = self._rows(piece, rows_RD.dtype)
+            copy_rows(rows_RD, rows, layout.total, self.launch)
+        return gather_rows(self._exchange(channel, number), layout.target_TK, rows, weights_TK, keeps)
 
     def send_weighted(
         self,
         grad_TD: torch.Tensor,
-        rows_SD: torch.Tensor,
+        rows_SD: torch.Tensor | None,
         weights_TK: torch.Tensor,
         layout: RowLayout,
-        want_weights: bool,
+        record_C: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradients [C, D] of this rank's experts' outputs, and those of the weights."""
+        """Gradients [C, D] of this rank's experts' outputs, and with `rows_SD` those of the weights."""
         assert self._memory is not None
-        memory = self._memory
-        pieces, piece, _ = self._lend(memory.rows, is_kept=False)
+        number, piece, _ = self._lend(is_kept=False)
         grad_weights = send_gradients(
-            self.space.signals,
-            self._combine_backward,
-            grad_TD,
-            rows_SD,
-            weights_TK,
-            layout,
-            pieces,
-            want_weights,
-            self.launch,
+            self._exchange(self._combine_backward, number), grad_TD, rows_SD, weights_TK, layout
         )
-        return self._rows(memory, piece, rows_SD.dtype), grad_weights
+        rows = self._rows(piece, grad_TD.dtype)
+        weights_C = part(piece, self._memory.weight_offset, (self._memory.capacity,), torch.float32)
+        spread_rows(rows, record_C, layout.total, weights_TK.shape[1], self.launch, weights_C)
+        return rows, grad_weights
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, dispatcher, layout, valid_TK, records):
-        rows_RD, record_R = dispatcher.send(x_TD.contiguous(), layout)
+    def forward(ctx, x_TD, dispatcher, places, weights_TK, found):
+        rows_CD, record_C, layout = dispatcher.send(x_TD.contiguous(), places)
         ctx.dispatcher, ctx.layout = dispatcher, layout
-        ctx.save_for_backward(record_R, valid_TK)  # not kept on ctx, which outlives the backward
-        records.append(record_R)  # as an output it would be in a cycle of references
-        return rows_RD
+        found.append(_Handle(layout, weights_TK, record_C))  # as outputs they would be in a cycle of references
+        return rows_CD
 
     @staticmethod
-    def backward(ctx, grad_RD):
-        dispatcher, layout = ctx.dispatcher, ctx.layout
-        record_R, valid_TK = ctx.saved_tensors
-        slots = dispatcher.give_back(dispatcher._dispatch_backward, grad_RD.contiguous(), layout, record_R)
-        grad_TD = gather_slots(slots, dispatcher.slot_numbers(layout), valid_TK, None, grad_RD.dtype)
+    def backward(ctx, grad_CD):
+        collect = ctx.dispatcher.collect
+        grad_TD, _ = collect(ctx.dispatcher._dispatch_backward, grad_CD.contiguous(), ctx.layout, None, keeps=False)
         return grad_TD, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_TK, dispatcher, handle):
-        slots_SD = dispatcher.give_back(dispatcher._combine, rows_RD.contiguous(), handle.layout, handle.record_R)
-        ctx.dispatcher, ctx.layout = dispatcher, handle.layout
-        ctx.save_for_backward(slots_SD, weights_TK)
-        row_TK = dispatcher.slot_numbers(handle.layout)
-        return gather_slots(slots_SD, row_TK, handle.valid_TK, weights_TK, rows_RD.dtype)
+    def forward(ctx, rows_RD, weights_TK, dispatcher, layout, record_C, keeps):
+        weights_TK = weights_TK.contiguous()
+        y_TD, rows_SD = dispatcher.collect(dispatcher._combine, rows_RD.contiguous(), layout, weights_TK, keeps)
+        ctx.dispatcher, ctx.layout = dispatcher, layout
+        ctx.save_for_backward(rows_SD, weights_TK, record_C)  # not kept on ctx, which outlives the backward
+        return y_TD
 
     @staticmethod
     def backward(ctx, grad_TD):
-        slots_SD, weights_TK = ctx.saved_tensors
+        rows_SD, weights_TK, record_C = ctx.saved_tensors
         grad_rows, grad_weights = ctx.dispatcher.send_weighted(
-            grad_TD.contiguous(), slots_SD, weights_TK.contiguous(), ctx.layout, ctx.needs_input_grad[1]
+            grad_TD.contiguous(), rows_SD, weights_TK, ctx.layout, record_C
         )
-        return grad_rows, grad_weights, None, None
+        return grad_rows, grad_weights, None, None, None, None

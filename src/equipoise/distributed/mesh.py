@@ -25,8 +25,8 @@ class ParallelConfig(Config):
     replicate_size: PositiveInt = 1
     """Copies of the sharded model (HSDP); 1 shards everything over the whole world (FSDP)."""
     dispatcher: Literal["auto", "local", "all_to_all", "all_gather", "symmetric", "deepep"] = "auto"
-    """How tokens reach their experts; auto is local for ep_size 1, symmetric with the symmetric transport of balancing,
-    otherwise all_to_all. deepep needs its package."""
+    """How tokens reach their experts; auto is local for ep_size 1, symmetric with balance.transport symmetric, else
+    all_to_all. deepep needs its package."""
     reshard_after_forward: bool = True
     """Whether FSDP frees gathered parameters between forward and backward; false is faster and needs more memory. With
     false, weights that one rank holds whole and computes with in BF16 get BF16 copies that stay, instead of FSDP."""

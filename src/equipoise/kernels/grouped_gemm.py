@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from equipoise.kernels.rows import RowMaker
 from equipoise.kernels.tiles import Tiles, make_tiles
 from equipoise.kernels.tuning import Block, block_rows, choose_block
 
@@ -45,6 +46,30 @@ def _block(kernel: str, rows: torch.Tensor, N: int, K: int, num_experts: int, de
     return choose_block(rows.device, kernel, N, K, rows.shape[0], num_experts, descriptors, rows.element_size())
 
 
+def _gemm(
+    rows_RC: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    bias_MN: torch.Tensor | None,
+    bias_SN: torch.Tensor | None,
+    tiles: Tiles,
+    transposed: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors, launch_gemm
+
+    _check_weights(masters, slots)
+    rows_RC = rows_RC.contiguous()
+    N, K = masters.shape[1:]
+    out = rows_RC.new_empty(rows_RC.shape[0], N if transposed else K) if out is None else out
+    if rows_RC.shape[0] == 0:
+        return out
+    descriptors = has_descriptors(rows_RC.device) and can_describe(rows_RC, masters, slots, out)
+    block = _block("forward" if transposed else "dgrad", rows_RC, N, K, tiles.order_L.shape[0], descriptors)
+    launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, out, tiles, transposed, block, descriptors)
+    return out
+
+
 @torch.library.custom_op("equipoise::dual_gemm", mutates_args=())
 def _dual_gemm(
     rows_RC: torch.Tensor,
@@ -60,19 +85,8 @@ def _dual_gemm(
     block_rows: int,
     transposed: bool,
 ) -> torch.Tensor:
-    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors, launch_gemm
-
-    _check_weights(masters, slots)
     tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
-    rows_RC = rows_RC.contiguous()
-    N, K = masters.shape[1:]
-    out = rows_RC.new_empty(rows_RC.shape[0], N if transposed else K)
-    if rows_RC.shape[0] == 0:
-        return out
-    descriptors = has_descriptors(rows_RC.device) and can_describe(rows_RC, masters, slots, out)
-    block = _block("forward" if transposed else "dgrad", rows_RC, N, K, order_L.shape[0], descriptors)
-    launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, out, tiles, transposed, block, descriptors)
-    return out
+    return _gemm(rows_RC, masters, slots, bias_MN, bias_SN, tiles, transposed)
 
 
 @_dual_gemm.register_fake
@@ -286,6 +300,13 @@ def _(grad_RD, masters, slots, hidden, offsets_L1, expert_W, row_W, num_2, order
     return torch.empty_like(hidden), hidden.new_empty(hidden.shape[0], masters.shape[2])
 
 
+def _made(make_rows: RowMaker, like_RC: torch.Tensor, width: int) -> torch.Tensor:
+    out = make_rows(like_RC.dtype)
+    if out.shape != (like_RC.shape[0], width) or out.dtype != like_RC.dtype or not out.is_contiguous():
+        raise ValueError(f"memory made for {like_RC.dtype} {(like_RC.shape[0], width)}: {out.dtype} {tuple(out.shape)}")
+    return out
+
+
 def dual_forward(
     rows_RK: torch.Tensor,
     masters: torch.Tensor,
@@ -293,13 +314,25 @@ def dual_forward(
     tiles: Tiles,
     bias_MN: torch.Tensor | None = None,
     bias_SN: torch.Tensor | None = None,
+    make_rows: RowMaker | None = None,
 ) -> torch.Tensor:
     """out_RN: each row times its expert's weight [N, K], plus its expert's bias if there are biases."""
+    if make_rows is not None:
+        out = _made(make_rows, rows_RK, masters.shape[1])
+        return _gemm(rows_RK, masters, slots, bias_MN, bias_SN, tiles, True, out)
     return _dual_gemm(rows_RK, masters, slots, bias_MN, bias_SN, *_unpack(tiles), transposed=True)
 
 
-def dual_dgrad(grad_RN: torch.Tensor, masters: torch.Tensor, slots: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+def dual_dgrad(
+    grad_RN: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    tiles: Tiles,
+    make_rows: RowMaker | None = None,
+) -> torch.Tensor:
     """grad_rows_RK: the rows' gradient of `dual_forward`."""
+    if make_rows is not None:
+        return _gemm(grad_RN, masters, slots, None, None, tiles, False, _made(make_rows, grad_RN, masters.shape[2]))
     return _dual_gemm(grad_RN, masters, slots, None, None, *_unpack(tiles), transposed=False)
 
 
@@ -374,12 +407,12 @@ class _GroupedMLP(torch.autograd.Function):
     """Saves the rows and the first product's results; the activation is made again, the last product never needed."""
 
     @staticmethod
-    def forward(ctx, rows_RD, gate_up_EID, down_EDI, *tables):
+    def forward(ctx, rows_RD, gate_up_EID, down_EDI, make_rows, *tables):
         tiles = Tiles(*tables)
         act_RI, hidden = dual_swiglu_forward(rows_RD, gate_up_EID, None, tiles)
-        ctx.block_rows = tiles.block_rows
+        ctx.block_rows, ctx.make_rows = tiles.block_rows, make_rows
         ctx.save_for_backward(rows_RD, gate_up_EID, down_EDI, hidden, *tables[:-1])
-        return dual_forward(act_RI, down_EDI, None, tiles)
+        return dual_forward(act_RI, down_EDI, None, tiles, make_rows=make_rows)
 
     @staticmethod
     def backward(ctx, grad_RD):
@@ -391,8 +424,8 @@ class _GroupedMLP(torch.autograd.Function):
         grad_down = dual_wgrad(grad_RD, act_RI, tiles, E) if want_down else None
         del act_RI
         grad_gate_up = dual_wgrad(grad_hidden, rows_RD, tiles, E) if want_gate_up else None
-        grad_rows = dual_dgrad(grad_hidden, gate_up_EID, None, tiles) if want_rows else None
-        return grad_rows, grad_gate_up, grad_down, *[None] * 6
+        grad_rows = dual_dgrad(grad_hidden, gate_up_EID, None, tiles, ctx.make_rows) if want_rows else None
+        return grad_rows, grad_gate_up, grad_down, *[None] * 7
 
 
 def _tiles(rows: torch.Tensor, counts_E: torch.Tensor) -> Tiles:
@@ -405,8 +438,13 @@ def triton_grouped_linear(rows_RK: torch.Tensor, weight_ENK: torch.Tensor, count
 
 
 def triton_grouped_mlp(
-    rows_RD: torch.Tensor, gate_up_EID: torch.Tensor, down_EDI: torch.Tensor, counts_E: torch.Tensor
+    rows_RD: torch.Tensor,
+    gate_up_EID: torch.Tensor,
+    down_EDI: torch.Tensor,
+    counts_E: torch.Tensor,
+    make_rows: RowMaker | None = None,
 ) -> torch.Tensor:
-    """The Triton form of `plain_grouped_mlp`, with its contract; no host sync. Saves rows and gate and up."""
+    """The Triton form of `plain_grouped_mlp`, with its contract; no host sync. Saves rows and gate and up. The output
+    and the rows' gradient are written to what `make_rows` makes."""
     tables = _unpack(_tiles(rows_RD, counts_E))
-    return _GroupedMLP.apply(rows_RD, gate_up_EID.contiguous(), down_EDI.contiguous(), *tables)
+    return _GroupedMLP.apply(rows_RD, gate_up_EID.contiguous(), down_EDI.contiguous(), make_rows, *tables)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from equipoise.kernels.grouped_linear import GroupedLinear, choose_grouped_linear, loop_grouped_linear
+from equipoise.kernels.rows import RowMaker
 
 Matrices = torch.Tensor | Sequence[torch.Tensor]
 """One matrix per expert: stacked, or in storages of their own."""
@@ -141,6 +142,7 @@ def grouped_mlp(
     down_EDI: torch.Tensor,
     counts_E: torch.Tensor,
     kernel: str = "auto",
+    make_rows: RowMaker | None = None,
 ) -> torch.Tensor:
     """Each expert's SwiGLU network applied to its rows, with the implementation that fits the device.
 
@@ -150,6 +152,7 @@ def grouped_mlp(
         down_EDI: [E, D, I].
         counts_E: int64, rows of each expert.
         kernel: `auto`, `loop`, `grouped_mm` or `triton`; see `choose_grouped_linear`.
+        make_rows: memory that the `triton` form writes its result and the rows' gradient to.
     """
     choice = choose_grouped_linear(rows_RD.device, rows_RD.dtype, kernel)
     if choice.fn is loop_grouped_linear:
@@ -157,5 +160,5 @@ def grouped_mlp(
     if choice.name == "triton":
         from equipoise.kernels.grouped_gemm import triton_grouped_mlp
 
-        return triton_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E)
+        return triton_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E, make_rows)
     return plain_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E, choice.fn)

@@ -1,10 +1,11 @@
-"""Launches of the kernels that work in memory which the ranks of a group share: transfers of experts, rows of tokens.
+"""Launches of the kernels that work in memory which the ranks of a group share: signals, transfers of experts.
+
+`kernels/rows.py` has those for rows of tokens.
 
 Each has a channel of its own and is called by all ranks in the same order, on streams whose order is the same
 everywhere. None waits on the host; those that wait on the device do so within the limit of the control words.
 
-Shapes: P ranks, M masters and R slots per rank, L local physical experts, J = P * L, T tokens, K slots per token,
-D features.
+Shapes: P ranks, M masters and R slots per rank.
 """
 
 import math
@@ -21,9 +22,10 @@ CONTROL_WORDS = 32
 """int64 words of each channel's counters, and of the words before them."""
 LIMIT, STATUS = 0, 1
 """Where the control words hold the spins that a wait may take, and the address of the status."""
-FAILED, MISSING, RUN, NEEDED_ROWS, ROW_CAPACITY = 0, 1, 2, 3, 4
+FAILED, MISSING, RUN, NEEDED_ROWS, ROW_CAPACITY, HAS_LEFT = 0, 1, 2, 3, 4, 5
 """Where the status (int64, memory of the host) says which channel (plus one) waited in vain, for which rank, at which
-of its runs; and how many rows a rank would have had to receive, where buffers hold fewer."""
+of its runs, and whether that rank has abandoned the group; and how many rows a rank would have had to receive, where
+buffers hold fewer."""
 
 PUSH_PROGRAMS, PULL_PROGRAMS = 32, 32
 """Multiprocessors that a transfer beside other work takes at most."""
@@ -38,7 +40,7 @@ class Signals(NamedTuple):
     """How the ranks of a group take turns; see `kernels/signals_triton.py`.
 
     control: int64 on the device, CONTROL_WORDS for the group and as many for each channel. pads_P: int64, the address
-    of every rank's pad, int64 [CHANNELS, 2, P]. rank, num_ranks: this one's, and P.
+    of every rank's pad, int64 [2 * CHANNELS + 1, P]. rank, num_ranks: this one's, and P.
     """
 
     control: torch.Tensor
@@ -68,6 +70,13 @@ def time_spins(signals: Signals, channel: int) -> tuple[int, float]:
     )
     synchronize(device)
     return spins, time.perf_counter() - started
+
+
+def abandon(signals: Signals) -> None:
+    """Tells all ranks that this one takes part in nothing any more."""
+    from equipoise.kernels.signals_triton import abandon_kernel
+
+    abandon_kernel[(signals.num_ranks,)](signals.pads_P, signals.rank, P=signals.num_ranks, num_warps=1)
 
 
 class Words(NamedTuple):
@@ -130,36 +139,10 @@ def push_weights(
         masters: one tensor [M, ...] (`stacked`) or M tensors, each expert's elements in order.
         slots_P: addresses of every rank's slots [R, ...], of the masters' dtype.
     """
-    import triton.language as tl
-
-    from equipoise.kernels.transfer_triton import push_kernel
-
-    address, expert_bytes, table = _expert_addresses(masters, stacked)
-    words = words_of(expert_bytes, *(tensor.data_ptr() for tensor in masters))
-    S = slot_expert.numel()
-    push_kernel[(programs,)](
-        signals.control,
-        signals.pads_P,
-        channel,
-        signals.rank,
-        slot_expert,
-        address,
-        slots_P if table is None else table,
-        slots_P,
-        expert_bytes,
-        *_steps(expert_bytes // words.num_bytes),
-        WORD=getattr(tl, words.dtype),
-        IS_TABLE=table is not None,
-        ALIGNED=words.aligned,
-        M=num_masters,
-        R=S // signals.num_ranks,
-        S=S,
-        S_PAD=padded(S),
-        P=signals.num_ranks,
-        P_PAD=padded(signals.num_ranks),
-        BLOCK=block,
-        num_warps=warps,
-    )
+    experts = _Experts.of(masters, stacked)
+    words = experts.words
+    launch = (programs, block, warps)
+    _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, words.dtype, words.num_bytes, False, launch)
 
 
 def pull_gradients(
@@ -179,28 +162,63 @@ def pull_gradients(
 
     `gradients`: FP32, BF16 or FP16, laid out as `masters` of `push_weights`; `slots_P`: addresses of FP32 [R, ...].
     """
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    experts, dtype = _Experts.of(gradients, stacked), gradients[0].dtype
+    launch = (programs, block, warps)
+    _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, names[dtype], dtype.itemsize, True, launch)
+
+
+class _Experts(NamedTuple):
+    """Where a rank's experts are: the first one's address, bytes of one, a table of addresses unless they lie one after
+    the other, and the words that they are made of."""
+
+    address: int
+    num_bytes: int
+    table: torch.Tensor | None
+    words: Words
+
+    @staticmethod
+    def of(tensors: list[torch.Tensor], stacked: bool) -> "_Experts":
+        address, num_bytes, table = _expert_addresses(tensors, stacked)
+        return _Experts(address, num_bytes, table, words_of(num_bytes, *(tensor.data_ptr() for tensor in tensors)))
+
+
+def _transfer(
+    signals: Signals,
+    channel: int,
+    slot_expert: torch.Tensor,
+    experts: _Experts,
+    slots_P: torch.Tensor,
+    num_masters: int,
+    dtype: str,
+    item_bytes: int,
+    is_pull: bool,
+    launch: tuple[int, int, int],
+) -> None:
+    """`dtype`, `item_bytes`: of a master's elements, or of the words that are copied. `launch`: programs, elements that
+    one moves at a time, warps."""
     import triton.language as tl
 
-    from equipoise.kernels.transfer_triton import pull_kernel
+    from equipoise.kernels.transfer_triton import transfer_kernel
 
-    names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-    address, expert_bytes, table = _expert_addresses(gradients, stacked)
-    words = words_of(expert_bytes, *(tensor.data_ptr() for tensor in gradients))
-    S = slot_expert.numel()
-    pull_kernel[(programs,)](
+    (programs, block, warps), S = launch, slot_expert.numel()
+    transfer_kernel[(programs,)](
         signals.control,
         signals.pads_P,
         channel,
         signals.rank,
         slot_expert,
-        address,
-        slots_P if table is None else table,
+        experts.address,
+        slots_P if experts.table is None else experts.table,
         slots_P,
-        expert_bytes,
-        *_steps(expert_bytes // gradients[0].element_size()),
-        DTYPE=getattr(tl, names[gradients[0].dtype]),
-        IS_TABLE=table is not None,
-        ALIGNED=words.aligned,
+        experts.num_bytes,
+        *_steps(experts.num_bytes // item_bytes),
+        IS_PULL=is_pull,
+        DTYPE=getattr(tl, dtype),
+        SLOT_DTYPE=tl.float32 if is_pull else getattr(tl, dtype),
+        SLOT_ITEM_BYTES=4 if is_pull else item_bytes,
+        IS_TABLE=experts.table is not None,
+        ALIGNED=experts.words.aligned,
         M=num_masters,
         R=S // signals.num_ranks,
         S=S,
@@ -210,270 +228,3 @@ def pull_gradients(
         BLOCK=block,
         num_warps=warps,
     )
-
-
-class RowLayout(NamedTuple):
-    """Where this rank's rows go and how many come.
-
-    target_TK: int64, rank << 32 | place there, -1 for none. origin_TK: int32, the place of an earlier slot of the token
-    at the same rank, else -1. counts_L: int64, rows of each local expert here. total: int32 [1], their sum.
-    """
-
-    target_TK: torch.Tensor
-    origin_TK: torch.Tensor
-    counts_L: torch.Tensor
-    total: torch.Tensor
-
-
-MAX_PLACES, MAX_RANKS = 2**28, 256
-"""What the records of rows can name."""
-
-
-def exchange_counts(
-    signals: Signals, channel: int, tables_P: torch.Tensor, counts_J: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of all ranks for each physical expert, and of the ranks before this one: both int32 [J].
-
-    `tables_P`: addresses of every rank's int32 [2, P, J].
-    """
-    from equipoise.kernels.rows_triton import exchange_counts_kernel
-
-    J = counts_J.numel()
-    quota_J = torch.empty(J, dtype=torch.int32, device=counts_J.device)
-    before_J = torch.empty_like(quota_J)
-    exchange_counts_kernel[(1,)](
-        signals.control,
-        signals.pads_P,
-        channel,
-        signals.rank,
-        tables_P,
-        counts_J,
-        quota_J,
-        before_J,
-        J,
-        padded(J),
-        signals.num_ranks,
-        padded(signals.num_ranks),
-        num_warps=4,
-    )
-    return quota_J, before_J
-
-
-def make_layout(
-    signals: Signals,
-    ids_TK: torch.Tensor,
-    row_TK: torch.Tensor,
-    send_J: torch.Tensor,
-    quota_J: torch.Tensor,
-    before_J: torch.Tensor,
-    capacity: int,
-) -> RowLayout:
-    """One small launch. `ids_TK`: physical ids; `row_TK`: places among this rank's rows sorted by them; `send_J`: this
-    rank's rows for each physical expert; any integers. The others are int32. `capacity`: rows that a rank can hold."""
-    from equipoise.kernels.rows_triton import address_rows_kernel
-
-    J = send_J.numel()
-    L = J // signals.num_ranks
-    T, K = ids_TK.shape
-    device = send_J.device
-    target_TK = torch.empty(T, K, dtype=torch.int64, device=device)
-    origin_TK = torch.empty(T, K, dtype=torch.int32, device=device)
-    counts_L = torch.empty(L, dtype=torch.int64, device=device)
-    total = torch.empty(1, dtype=torch.int32, device=device)
-    block = 128 if device.type != "cpu" else 16
-    address_rows_kernel[(max(-(-T // block), 1),)](
-        signals.control,
-        send_J,
-        quota_J,
-        before_J,
-        ids_TK,
-        row_TK,
-        target_TK,
-        origin_TK,
-        counts_L,
-        total,
-        signals.rank,
-        capacity,
-        T,
-        J,
-        L,
-        K,
-        padded(J),
-        padded(L),
-        block,
-        num_warps=4,
-    )
-    return RowLayout(target_TK, origin_TK, counts_L, total)
-
-
-class Pieces(NamedTuple):
-    """Memory that is lent piece by piece: every rank's address, bytes of a piece, and the one that peers write to."""
-
-    addresses_P: torch.Tensor
-    piece_bytes: int
-    number: int
-
-
-def _row_words(rows: torch.Tensor) -> tuple[Words, int]:
-    num_bytes = rows.shape[1] * rows.element_size()
-    words = words_of(num_bytes, rows.data_ptr())
-    return words, num_bytes // words.num_bytes
-
-
-def _block(width: int, most: int) -> int:
-    return min(max(1 << max(width - 1, 0).bit_length(), 16), most)
-
-
-class RowLaunch(NamedTuple):
-    """Grid and warps of the row kernels."""
-
-    programs: int
-    warps: int
-
-
-def row_launch(device: torch.device) -> RowLaunch:
-    """Programs that fill the device, or two where they run one after another."""
-    if device.type == "cpu":
-        return RowLaunch(2, 1)
-    return RowLaunch(4 * torch.cuda.get_device_properties(device).multi_processor_count, 4)
-
-
-def send_rows(
-    signals: Signals,
-    channel: int,
-    x_TD: torch.Tensor,
-    layout: RowLayout,
-    pieces: Pieces,
-    rows_RD: torch.Tensor,
-    record_R: torch.Tensor,
-    launch: RowLaunch | None = None,
-) -> None:
-    """Each token to the places of its slots with an id. `rows_RD` and `record_R` (int64) are this rank's piece, its
-    records at the same offset on every rank."""
-    import triton.language as tl
-
-    from equipoise.kernels.rows_triton import send_rows_kernel, spread_rows_kernel
-
-    words, W = _row_words(x_TD)
-    T, K = layout.target_TK.shape
-    launch = launch or row_launch(x_TD.device)
-    send_rows_kernel[(launch.programs,)](
-        signals.control,
-        signals.pads_P,
-        channel,
-        signals.rank,
-        pieces.number,
-        pieces.addresses_P,
-        pieces.piece_bytes,
-        x_TD.view(_WORDS[words.num_bytes]),
-        layout.target_TK,
-        layout.origin_TK,
-        T,
-        record_R.data_ptr() - rows_RD.data_ptr(),
-        K=K,
-        W=W,
-        WORD=getattr(tl, words.dtype),
-        WORD_BYTES=words.num_bytes,
-        ALIGNED=words.aligned,
-        P=signals.num_ranks,
-        P_PAD=padded(signals.num_ranks),
-        BLOCK=_block(W, 2048),
-        num_warps=launch.warps,
-    )
-    if K > 1:
-        rows = rows_RD.view(_WORDS[words.num_bytes])
-        spread_rows_kernel[(launch.programs,)](
-            rows, record_R, layout.total, W=W, BLOCK=_block(W, 2048), num_warps=launch.warps
-        )
-
-
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-
-
-def return_rows(
-    signals: Signals,
-    channel: int,
-    rows_RD: torch.Tensor,
-    record_R: torch.Tensor,
-    total: torch.Tensor,
-    pieces: Pieces,
-    num_slots: int,
-    launch: RowLaunch | None = None,
-) -> None:
-    """Each of the first `total` rows to its slot at its source. `num_slots`: rows that a piece holds."""
-    import triton.language as tl
-
-    from equipoise.kernels.rows_triton import return_rows_kernel
-
-    words, W = _row_words(rows_RD)
-    launch = launch or row_launch(rows_RD.device)
-    return_rows_kernel[(launch.programs,)](
-        signals.control,
-        signals.pads_P,
-        channel,
-        signals.rank,
-        pieces.number,
-        pieces.addresses_P,
-        pieces.piece_bytes,
-        rows_RD.view(_WORDS[words.num_bytes]),
-        record_R,
-        total,
-        num_slots,
-        W=W,
-        WORD=getattr(tl, words.dtype),
-        WORD_BYTES=words.num_bytes,
-        ALIGNED=words.aligned,
-        P=signals.num_ranks,
-        P_PAD=padded(signals.num_ranks),
-        BLOCK=_block(W, 2048),
-        num_warps=launch.warps,
-    )
-
-
-def send_gradients(
-    signals: Signals,
-    channel: int,
-    grad_TD: torch.Tensor,
-    rows_SD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    layout: RowLayout,
-    pieces: Pieces,
-    want_weights: bool,
-    launch: RowLaunch | None = None,
-) -> torch.Tensor | None:
-    """Weight times gradient of each slot to its row's place; returns the weights' gradients, if wanted.
-
-    `rows_SD`: [T * K, D], the rows that were summed.
-    """
-    from equipoise.kernels.rows_triton import send_gradients_kernel
-
-    T, K = weights_TK.shape
-    D = grad_TD.shape[1]
-    words, _ = _row_words(grad_TD)
-    grad_weights = torch.empty_like(weights_TK) if want_weights else None
-    launch = launch or row_launch(grad_TD.device)
-    send_gradients_kernel[(launch.programs,)](
-        signals.control,
-        signals.pads_P,
-        channel,
-        signals.rank,
-        pieces.number,
-        pieces.addresses_P,
-        pieces.piece_bytes,
-        grad_TD,
-        rows_SD,
-        weights_TK,
-        weights_TK if grad_weights is None else grad_weights,
-        layout.target_TK,
-        T,
-        K=K,
-        D=D,
-        ITEM_BYTES=grad_TD.element_size(),
-        ALIGNED=words.aligned,
-        WANT_WEIGHTS=want_weights,
-        P=signals.num_ranks,
-        P_PAD=padded(signals.num_ranks),
-        BLOCK=_block(D, 4096),
-        num_warps=launch.warps,
-    )
-    return grad_weights

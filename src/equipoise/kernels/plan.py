@@ -51,8 +51,49 @@ def make_plan_workspace(
     return torch.zeros(size, dtype=torch.int64, device=device)
 
 
+class PlanTables(NamedTuple):
+    """What the kernel needs beside the load.
+
+    rules_V4: int32 [V, 4], V <= 8: the giver's sign; whether the receiver is the closest fit for what is to move; else
+        the room that is enough (-1: `min_tokens`); fill. See `Variant` of balance/rules.py.
+    steps_K: int32 [K], K <= 254: rises of the targets after the tolerated load, in 2**-20.
+    workspace: from `make_plan_workspace` for (K + 1) * V candidates.
+    """
+
+    rules_V4: torch.Tensor
+    steps_K: torch.Tensor
+    workspace: torch.Tensor
+
+
+class PlanTerms(NamedTuple):
+    """Whose sends and receives, and the fields of `PlannerSettings` of balance/protocol.py."""
+
+    rank: int
+    num_slots: int
+    tolerance_ppm: int
+    min_tokens: int
+    domain_size: int
+    copy_tokens: int
+
+
+_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def plan(load_PE: torch.Tensor, tables: PlanTables, terms: PlanTerms) -> _Parts:
+    """One launch, no host sync, the same bits every time.
+
+    Args:
+        load_PE: int32, contiguous; tokens of each source rank for each expert, none negative, at most 2**31 - 1 in all
+            (not checked: that would be a host sync).
+
+    Returns:
+        slot_expert int32 [P*R], quota int32 [P*(M+R)], send int32 [P*(M+R)], recv int32 [P, M+R].
+    """
+    return _plan(load_PE, *tables, *terms)
+
+
 @torch.library.custom_op("equipoise::plan", mutates_args=("workspace",))
-def plan(
+def _plan(
     load_PE: torch.Tensor,
     rules_V4: torch.Tensor,
     steps_K: torch.Tensor,
@@ -64,26 +105,13 @@ def plan(
     domain_size: int,
     copy_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One launch, no host sync, the same bits every time.
-
-    Args:
-        load_PE: int32, contiguous; tokens of each source rank for each expert, none negative, at most 2**31 - 1 in all
-            (not checked: that would be a host sync).
-        rules_V4: int32 [V, 4], V <= 8: the giver's sign; whether the receiver is the closest fit for what is to move;
-            else the room that is enough (-1: `min_tokens`); fill. See `Variant` of balance/rules.py.
-        steps_K: int32 [K], K <= 254: rises of the targets after the tolerated load, in 2**-20.
-        workspace: from `make_plan_workspace` for (K + 1) * V candidates.
-        rank: whose sends and receives.
-        num_slots, tolerance_ppm, min_tokens, domain_size, copy_tokens: see `PlannerSettings` of balance/protocol.py.
-
-    Returns:
-        slot_expert int32 [P*R], quota int32 [P*(M+R)], send int32 [P*(M+R)], recv int32 [P, M+R].
-    """
+    """An operator's arguments are single tensors and numbers: the fields of `PlanTables` and `PlanTerms`."""
     assert load_PE.dtype == torch.int32, load_PE.dtype
     assert load_PE.is_contiguous()
-    settings = (rank, num_slots, tolerance_ppm, min_tokens, domain_size, copy_tokens)
-    out = _outputs(load_PE, load_PE.shape[0], load_PE.shape[1], num_slots)
-    _launch(load_PE, load_PE.shape[0], load_PE.shape[1], rules_V4, steps_K, workspace, out, None, *settings)
+    P, E = load_PE.shape
+    out = _outputs(load_PE, P, E, num_slots)
+    terms = PlanTerms(rank, num_slots, tolerance_ppm, min_tokens, domain_size, copy_tokens)
+    _launch(load_PE, P, E, PlanTables(rules_V4, steps_K, workspace), out, None, terms)
     return out
 
 
@@ -111,28 +139,16 @@ class ExchangedPlan(NamedTuple):
 
 
 def exchange_plan(
-    counts_E: torch.Tensor,
-    num_ranks: int,
-    exchange: CountExchange,
-    rules_V4: torch.Tensor,
-    steps_K: torch.Tensor,
-    workspace: torch.Tensor,
-    rank: int,
-    num_slots: int,
-    tolerance_ppm: int,
-    min_tokens: int,
-    domain_size: int,
-    copy_tokens: int,
+    counts_E: torch.Tensor, num_ranks: int, exchange: CountExchange, tables: PlanTables, terms: PlanTerms
 ) -> ExchangedPlan:
     """`plan` from this rank's counts (int32 [E], contiguous): the same launch gets the other ranks'. Collective over
     the group; the wait for a rank is bounded and reported as in `kernels/signals_triton.py`."""
     assert counts_E.dtype == torch.int32, counts_E.dtype
     assert counts_E.is_contiguous()
     E = counts_E.numel()
-    out = _outputs(counts_E, num_ranks, E, num_slots)
+    out = _outputs(counts_E, num_ranks, E, terms.num_slots)
     more = torch.empty_like(out[1]), torch.empty_like(counts_E)
-    settings = (rank, num_slots, tolerance_ppm, min_tokens, domain_size, copy_tokens)
-    _launch(counts_E, num_ranks, E, rules_V4, steps_K, workspace, out, (exchange, *more), *settings)
+    _launch(counts_E, num_ranks, E, tables, out, (exchange, *more), terms)
     return ExchangedPlan(*out, *more)
 
 
@@ -140,22 +156,16 @@ def _launch(
     load: torch.Tensor,
     P: int,
     E: int,
-    rules_V4: torch.Tensor,
-    steps_K: torch.Tensor,
-    workspace: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    tables: PlanTables,
+    out: _Parts,
     exchanged: tuple[CountExchange, torch.Tensor, torch.Tensor] | None,
-    rank: int,
-    num_slots: int,
-    tolerance_ppm: int,
-    min_tokens: int,
-    domain_size: int,
-    copy_tokens: int,
+    terms: PlanTerms,
 ) -> None:
     """`load`: the matrix [P, E], or with `exchanged` this rank's counts [E]."""
     from equipoise.kernels.plan_triton import COLUMNS, plan_kernel
 
-    R, M = num_slots, E // P
+    rules_V4, steps_K, workspace = tables
+    R, M = terms.num_slots, E // P
     num_targets, num_variants = steps_K.numel() + 1, rules_V4.shape[0]
     assert workspace.numel() >= 64 + E + num_targets * num_variants * P * R, "the workspace is another problem's"
     if exchanged is None:  # other tensors stand in for what is not used
@@ -177,18 +187,18 @@ def _launch(
         workspace,
         *out,
         *more,
-        rank,
-        tolerance_ppm,
-        min_tokens,
-        copy_tokens,
+        terms.rank,
+        terms.tolerance_ppm,
+        terms.min_tokens,
+        terms.copy_tokens,
         num_targets,
         P=P,
         E=E,
         R=R,
-        DOMAIN=domain_size or P,
+        DOMAIN=terms.domain_size or P,
         NUM_VARIANTS=num_variants,
         OWN_SUMS=own_sums,
-        HAS_COPY_TIME=copy_tokens > 0,
+        HAS_COPY_TIME=terms.copy_tokens > 0,
         OFFER_PERIOD=OFFER_PERIOD,
         LANES=rank_pad <= MAX_LANES,
         P_PAD=rank_pad,
@@ -205,9 +215,7 @@ def _launch(
     )
 
 
-def _outputs(
-    like: torch.Tensor, P: int, E: int, num_slots: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _outputs(like: torch.Tensor, P: int, E: int, num_slots: int) -> _Parts:
     num_locals = E // P + num_slots
     return (
         like.new_empty(P * num_slots, dtype=torch.int32),
@@ -217,6 +225,6 @@ def _outputs(
     )
 
 
-@plan.register_fake
+@_plan.register_fake
 def _(load_PE, rules_V4, steps_K, workspace, rank, num_slots, *settings):
     return _outputs(load_PE, load_PE.shape[0], load_PE.shape[1], num_slots)

@@ -20,8 +20,8 @@ Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals (of
 import triton
 import triton.language as tl
 
+from equipoise.kernels.signals_triton import LEFT, WORDS, current_run, give_up, give_way, pad_words
 from equipoise.kernels.signals_triton import NUMBER_BITS as SIGNAL_BITS
-from equipoise.kernels.signals_triton import WORDS, current_run, give_up, give_way, pad_words
 
 INT_MAX = tl.constexpr(2**31 - 1)
 KEY_MAX = tl.constexpr(2**63 - 1)
@@ -286,11 +286,12 @@ def _exchange(
     word = pad_words(pads_ptr, rank, channel, False, P) + peer
     limit = tl.load(control_ptr, volatile=True)
     spins = tl.zeros([], tl.int64)
-    while (tl.load(word, volatile=True) < goal) & (spins < limit):
+    left_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int64)) + LEFT * P + peer
+    while (tl.load(word, volatile=True) < goal) & (tl.load(left_ptr, volatile=True) == 0) & (spins < limit):
         spins += 1
         give_way()
     if tl.atomic_add(word, tl.zeros([], tl.int64), sem="acquire", scope="sys") < goal:
-        give_up(control_ptr, channel, peer, run)
+        give_up(control_ptr, channel, peer, run, tl.load(left_ptr, volatile=True) > 0)
         mine = tl.load(tables_ptr + rank).to(tl.pointer_type(tl.int32)) + half + peer * E
         tl.store(mine + e, tl.zeros([E_PAD], tl.int32), mask=e < E)  # a plan of what is there ends
     tl.debug_barrier()

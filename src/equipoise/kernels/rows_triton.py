@@ -1,11 +1,15 @@
 """Rows of tokens straight to their places at the ranks of their experts, and back, through memory that peers reach.
 
-Each kernel is one exchange: it tells the peers which piece of memory they are to write to, waits for theirs, writes its
-rows, and returns when everybody's rows for this rank have arrived. Rows lie at an expert's rank by local expert, then
-by source rank, then in token order; behind the rows of the piece, each has a record of where it came from.
+Each exchange is one kernel: it tells the peers which piece of memory is meant, waits for their word, moves its rows,
+and returns when everybody has ended. Rows lie at an expert's rank by local expert, then by source rank, then in token
+order.
 
-A token that goes to several experts of one rank is sent there once, to the place of the first; the records of the
-others name that place, and the rank copies the row there itself.
+    send     this rank's tokens into the peers' pieces
+    gather   rows out of the peers' pieces, summed for each token of this rank
+
+A token that goes to several experts of one rank is sent there once, to the place of its first slot there, the head.
+Each place has a record that leads from the head to the places of the token's other slots, and the rank copies the row
+to these itself.
 
 Shapes: P ranks, L local (physical) experts, J = P * L, T tokens of this rank, K slots per token, D features, C rows
 at most here.
@@ -25,35 +29,91 @@ from equipoise.kernels.signals_triton import (
 
 NUMBER_MASK = tl.constexpr(2**20 - 1)
 NEEDED_ROWS, ROW_CAPACITY = tl.constexpr(3), tl.constexpr(4)
-PLACE_BITS = tl.constexpr(28)
+FOLLOWER = tl.constexpr(2**30)
 PLACE_MASK = tl.constexpr(2**28 - 1)
-"""A record is rank << 56 | (place of the row to copy from + 1) << 28 | slot."""
+"""A record (int32) is the next place of the token here plus one, or 0; with FOLLOWER added where it is not the head."""
 
 
 @triton.jit
 def _begin(control_ptr, pads_ptr, channel, rank, piece, P: tl.constexpr, P_PAD: tl.constexpr):
+    """The run, after this rank's piece has been named."""
     run = current_run(control_ptr, channel)
     if tl.program_id(0) == 0:
         signal_peers(pads_ptr, channel, rank, (run << NUMBER_BITS) + piece, False, P, P_PAD)
-    wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
     return run
 
 
 @triton.jit
-def _piece_of(peer, pads_word_ptr, pieces_ptr, piece_bytes):
-    """Address of the memory that a peer has named in this exchange."""
-    return tl.load(pieces_ptr + peer) + (tl.load(pads_word_ptr + peer) & NUMBER_MASK) * piece_bytes
+def _locate(slot, target_ptr, named_ptr, pieces_ptr, piece_bytes):
+    """Whether a slot has a row, the address of the memory that its expert's rank has named in this exchange, and the
+    place there."""
+    target = tl.load(target_ptr + slot)
+    known = tl.maximum(target, 0)  # a slot without a row looks up rank 0, and moves nothing
+    peer = (known >> 32).to(tl.int32)
+    named = tl.load(named_ptr + peer) & NUMBER_MASK
+    return target >= 0, tl.load(pieces_ptr + peer) + named * piece_bytes, known & 0x7FFFFFFF
 
 
 @triton.jit
-def _target(slot, target_ptr):
-    """Whether a slot has a row, its expert's rank, and the place there."""
-    target = tl.load(target_ptr + slot)
-    known = tl.maximum(target, 0)  # a slot without a row looks up rank 0, and writes nothing
-    return target >= 0, (known >> 32).to(tl.int32), known & 0x7FFFFFFF
+def _place(slot, is_token, ids_ptr, row_ptr, shift_J, capacity, L: tl.constexpr):
+    """Of slots: whether they have a row, its rank and its place there."""
+    expert = tl.load(ids_ptr + slot, mask=is_token, other=-1).to(tl.int32)
+    known = tl.maximum(expert, 0)
+    place = tl.load(row_ptr + slot, mask=is_token, other=0).to(tl.int32) + tl.gather(shift_J, known, 0)
+    return (expert >= 0) & (place >= 0) & (place < capacity), known // L, place
 
 
-@triton.jit(do_not_specialize=["channel", "rank", "piece", "num_tokens", "piece_bytes", "record_offset"])
+@triton.jit
+def _address_tokens(
+    control_ptr, send_ptr, quota_ptr, before_ptr, ids_ptr, row_ptr, target_ptr, record_ptr, counts_ptr, total_ptr,
+    rank, capacity, num_tokens,
+    J: tl.constexpr, L: tl.constexpr, K: tl.constexpr, J_PAD: tl.constexpr, L_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Where the rows of this program's tokens go; by the first program, how many come here. Every rank sees it if any
+    rank would get more than its buffers hold."""
+    j = tl.arange(0, J_PAD)
+    quota = tl.load(quota_ptr + j, mask=j < J, other=0)
+    send = tl.load(send_ptr + j, mask=j < J, other=0).to(tl.int32)
+    first = tl.cumsum(quota, 0) - quota
+    first -= tl.gather(first, (j // L) * L, 0)
+    before = tl.load(before_ptr + j, mask=j < J, other=0)
+    shift = first + before - (tl.cumsum(send, 0) - send)
+    zero = tl.zeros([], tl.int64)  # makes tensors of loop variables, which the interpreter has as integers
+    num_programs = tl.num_programs(0)
+    for start in range(tl.program_id(0), num_tokens, num_programs * BLOCK_T):
+        token = zero + start + tl.arange(0, BLOCK_T) * num_programs
+        is_token = token < num_tokens
+        for k in tl.static_range(K):
+            is_row, peer, place = _place(token * K + k, is_token, ids_ptr, row_ptr, shift, capacity, L)
+            record = tl.zeros([BLOCK_T], tl.int32)
+            for other in tl.static_range(K):
+                if other != k:
+                    is_other, its_peer, its_place = _place(
+                        token * K + other, is_token, ids_ptr, row_ptr, shift, capacity, L
+                    )
+                    is_here = is_other & (its_peer == peer)
+                    if other < k:
+                        record = tl.where(is_here, FOLLOWER, record)
+                    else:
+                        record = tl.where(is_here & (record & PLACE_MASK == 0), record + its_place + 1, record)
+            target = tl.where(is_row, (peer.to(tl.int64) << 32) + place, -1)
+            tl.store(target_ptr + token * K + k, target, mask=is_token)
+            tl.store(record_ptr + token * K + k, record, mask=is_token)
+    if tl.program_id(0) == 0:
+        local = tl.arange(0, L_PAD)
+        mine = tl.load(quota_ptr + rank * L + local, mask=local < L, other=0)
+        end = tl.cumsum(mine, 0)
+        counts = tl.minimum(end, capacity) - tl.minimum(end - mine, capacity)
+        tl.store(counts_ptr + local, counts.to(tl.int64), mask=local < L)
+        tl.store(total_ptr, tl.minimum(tl.sum(mine, 0), capacity))
+        needed = tl.max(tl.where(j < J, first + quota, 0), 0)
+        if needed > capacity:
+            status = tl.load(control_ptr + 1).to(tl.pointer_type(tl.int64))
+            tl.store(status + ROW_CAPACITY, capacity.to(tl.int64))
+            tl.store(status + NEEDED_ROWS, needed.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["channel", "rank", "piece", "num_tokens", "piece_bytes", "record_offset", "capacity"])
 def send_rows_kernel(
     control_ptr,
     pads_ptr,
@@ -63,11 +123,24 @@ def send_rows_kernel(
     pieces_ptr,  # int64 [P]
     piece_bytes,
     x_ptr,  # words [T, W]
-    target_ptr,  # int64 [T, K]
-    origin_ptr,  # int32 [T, K]
+    send_ptr,  # [J], this rank's rows for each physical expert
+    quota_ptr,  # int32 [J], all ranks' rows for each
+    before_ptr,  # int32 [J], those of the ranks before this one
+    ids_ptr,  # [T, K], physical
+    row_ptr,  # [T, K], places among this rank's rows, sorted by physical expert
+    target_ptr,  # int64 [T, K], out: rank << 32 | place there; -1 where there is none
+    record_ptr,  # int32 [T, K], out: the record of that place
+    counts_ptr,  # int64 [L], out: rows of each local expert here
+    total_ptr,  # int32 [1], out: their sum
     num_tokens,
-    record_offset,
+    capacity,
+    record_offset,  # of the records in a piece
+    J: tl.constexpr,
+    L: tl.constexpr,
     K: tl.constexpr,
+    J_PAD: tl.constexpr,
+    L_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     W: tl.constexpr,
     WORD: tl.constexpr,
     WORD_BYTES: tl.constexpr,
@@ -76,94 +149,35 @@ def send_rows_kernel(
     P_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Finds the places, then sends each token once to each of its ranks."""
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
+    _address_tokens(
+        control_ptr, send_ptr, quota_ptr, before_ptr, ids_ptr, row_ptr, target_ptr, record_ptr, counts_ptr, total_ptr,
+        rank, capacity, num_tokens, J, L, K, J_PAD, L_PAD, BLOCK_T,
+    )  # fmt: skip
+    # In it is a barrier, behind which this program's threads see each other's targets.
+    wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
     named_ptr = pad_words(pads_ptr, rank, channel, False, P)
-    zero = tl.zeros([], tl.int64)  # makes tensors of loop variables, which the interpreter has as integers
+    zero = tl.zeros([], tl.int64)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         for start in tl.static_range(0, W, BLOCK):
             w = start + tl.arange(0, BLOCK)
             words = tl.load(x_ptr + (zero + token) * W + w, mask=w < W)
             for k in tl.static_range(K):
                 slot = (zero + token) * K + k
-                is_row, peer, place = _target(slot, target_ptr)
-                origin = tl.load(origin_ptr + slot)
-                base = _piece_of(peer, named_ptr, pieces_ptr, piece_bytes)
+                is_row, base, place = _locate(slot, target_ptr, named_ptr, pieces_ptr, piece_bytes)
+                record = tl.load(record_ptr + slot)
                 target = (base + place * (W * WORD_BYTES)).to(tl.pointer_type(WORD))
                 if ALIGNED:
                     target = tl.multiple_of(target, 16)
-                width = tl.where(is_row & (origin < 0), W, 0)
+                width = tl.where(is_row & (record < FOLLOWER), W, 0)
                 tl.store(target + w, words, mask=w < width)
                 if start == 0:
-                    record = (base + record_offset).to(tl.pointer_type(tl.int64))
-                    code = (rank.to(tl.int64) << (2 * PLACE_BITS)) + ((origin + 1).to(tl.int64) << PLACE_BITS) + slot
-                    tl.store(record + place, code, mask=is_row)
+                    tl.store((base + record_offset).to(tl.pointer_type(tl.int32)) + place, record, mask=is_row)
     end_run(control_ptr, pads_ptr, channel, rank, run, tl.num_programs(0), P, P_PAD)
 
 
-@triton.jit
-def spread_rows_kernel(
-    rows_ptr,  # words [C, W]
-    record_ptr,  # int64 [C]
-    total_ptr,
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copies rows to the places of the other experts here that their tokens go to."""
-    total = tl.load(total_ptr)
-    zero = tl.zeros([], tl.int64)
-    for row in range(tl.program_id(0), total, tl.num_programs(0)):
-        origin = ((tl.load(record_ptr + row) >> PLACE_BITS) & PLACE_MASK) - 1
-        if (origin >= 0) & (origin < total):
-            for start in tl.static_range(0, W, BLOCK):
-                w = start + tl.arange(0, BLOCK)
-                words = tl.load(rows_ptr + origin * W + w, mask=w < W)
-                tl.store(rows_ptr + (zero + row) * W + w, words, mask=w < W)
-
-
-@triton.jit(do_not_specialize=["channel", "rank", "piece", "piece_bytes", "num_slots"])
-def return_rows_kernel(
-    control_ptr,
-    pads_ptr,
-    channel,
-    rank,
-    piece,
-    pieces_ptr,
-    piece_bytes,
-    rows_ptr,  # words [C, W]
-    record_ptr,  # int64 [C]
-    total_ptr,  # int32 [1], rows here
-    num_slots,  # that a piece holds
-    W: tl.constexpr,
-    WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    P: tl.constexpr,
-    P_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each row to the slot that it came from, at the slot's rank: [T * K, D]."""
-    run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
-    named_ptr = pad_words(pads_ptr, rank, channel, False, P)
-    zero = tl.zeros([], tl.int64)  # makes tensors of loop variables, which the interpreter has as integers
-    total = tl.load(total_ptr)
-    for row in range(tl.program_id(0), total, tl.num_programs(0)):
-        record = tl.load(record_ptr + row)
-        peer = (record >> (2 * PLACE_BITS)) & 0xFF
-        slot = record & PLACE_MASK
-        is_row = (peer < P) & (slot < num_slots)  # always, unless a rank has failed
-        base = _piece_of(tl.where(is_row, peer, 0), named_ptr, pieces_ptr, piece_bytes)
-        target = (base + slot * (W * WORD_BYTES)).to(tl.pointer_type(WORD))
-        if ALIGNED:
-            target = tl.multiple_of(target, 16)
-        width = tl.where(is_row, W, 0)
-        for start in tl.static_range(0, W, BLOCK):
-            w = start + tl.arange(0, BLOCK)
-            words = tl.load(rows_ptr + (zero + row) * W + w, mask=w < W)
-            tl.store(target + w, words, mask=w < width)
-    end_run(control_ptr, pads_ptr, channel, rank, run, tl.num_programs(0), P, P_PAD)
-
-
-@triton.jit(do_not_specialize=["channel", "rank", "piece", "num_tokens", "piece_bytes"])
+@triton.jit(do_not_specialize=["channel", "rank", "piece", "num_tokens", "piece_bytes", "weight_offset"])
 def send_gradients_kernel(
     control_ptr,
     pads_ptr,
@@ -177,7 +191,9 @@ def send_gradients_kernel(
     weights_ptr,  # [T, K]
     grad_weights_ptr,  # [T, K]
     target_ptr,
+    record_ptr,
     num_tokens,
+    weight_offset,  # of the rows' weights in a piece
     K: tl.constexpr,
     D: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
@@ -187,32 +203,146 @@ def send_gradients_kernel(
     P_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Backward of the weighted sum: each slot's weight times its token's gradient, to the row's place; and <gradient,
-    row>, the weight's gradient."""
-    dtype: tl.constexpr = rows_ptr.dtype.element_ty
+    """Backward of the weighted sum: each token's gradient once to each of its ranks, and each slot's weight to its
+    place; and <gradient, row>, the weight's gradient."""
+    dtype: tl.constexpr = grad_ptr.dtype.element_ty
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
+    wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
     named_ptr = pad_words(pads_ptr, rank, channel, False, P)
-    zero = tl.zeros([], tl.int64)  # makes tensors of loop variables, which the interpreter has as integers
+    zero = tl.zeros([], tl.int64)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         for k in tl.static_range(K):
             slot = (zero + token) * K + k
-            is_row, peer, place = _target(slot, target_ptr)
+            is_row, base, place = _locate(slot, target_ptr, named_ptr, pieces_ptr, piece_bytes)
+            is_head = is_row & (tl.load(record_ptr + slot) < FOLLOWER)
             weight = tl.load(weights_ptr + slot).to(tl.float32)
-            base = _piece_of(peer, named_ptr, pieces_ptr, piece_bytes)
+            tl.store((base + weight_offset).to(tl.pointer_type(tl.float32)) + place, weight, mask=is_row)
             target = (base + place * (D * ITEM_BYTES)).to(tl.pointer_type(dtype))
             if ALIGNED:
                 target = tl.multiple_of(target, 16)
-            width = tl.where(is_row, D, 0)
             products = tl.zeros([BLOCK], tl.float32)
             for start in tl.static_range(0, D, BLOCK):
                 d = start + tl.arange(0, BLOCK)
-                grad = tl.load(grad_ptr + (zero + token) * D + d, mask=d < D, other=0.0).to(tl.float32)
+                grad = tl.load(grad_ptr + (zero + token) * D + d, mask=d < D, other=0.0)
+                tl.store(target + d, grad, mask=d < tl.where(is_head, D, 0))
                 if WANT_WEIGHTS:
-                    row = tl.load(rows_ptr + slot * D + d, mask=d < width, other=0.0).to(tl.float32)
-                    products += grad * row
-                tl.store(target + d, (grad * weight).to(dtype), mask=d < width)
+                    row = tl.load(rows_ptr + slot * D + d, mask=d < tl.where(is_row, D, 0), other=0.0)
+                    products += grad.to(tl.float32) * row.to(tl.float32)
             if WANT_WEIGHTS:
                 tl.store(grad_weights_ptr + slot, tl.sum(products, 0).to(grad_weights_ptr.dtype.element_ty))
+    end_run(control_ptr, pads_ptr, channel, rank, run, tl.num_programs(0), P, P_PAD)
+
+
+@triton.jit
+def spread_rows_kernel(
+    rows_ptr,  # words, or with HAS_WEIGHTS elements: [C, W]
+    record_ptr,  # int32 [C]
+    weights_ptr,  # float32 [C]
+    total_ptr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies the head's row to the token's other places here; with weights, each times that of its place."""
+    total = tl.load(total_ptr)
+    zero = tl.zeros([], tl.int64)
+    for row in range(tl.program_id(0), total, tl.num_programs(0)):
+        record = tl.load(record_ptr + row)
+        if (record >= 0) & (record < FOLLOWER):
+            for start in tl.static_range(0, W, BLOCK):
+                w = start + tl.arange(0, BLOCK)
+                words = tl.load(rows_ptr + (zero + row) * W + w, mask=w < W)
+                if HAS_WEIGHTS:
+                    head = (words.to(tl.float32) * tl.load(weights_ptr + row)).to(words.dtype)
+                    tl.store(rows_ptr + (zero + row) * W + w, head, mask=w < W)
+                place = (record & PLACE_MASK) - 1
+                hops = 0
+                while (place >= 0) & (place < total) & (hops < K - 1):
+                    copy = words
+                    if HAS_WEIGHTS:
+                        copy = (words.to(tl.float32) * tl.load(weights_ptr + place)).to(words.dtype)
+                    tl.store(rows_ptr + (zero + place) * W + w, copy, mask=w < W)
+                    place = (tl.load(record_ptr + place) & PLACE_MASK) - 1
+                    hops += 1
+
+
+@triton.jit
+def copy_rows_kernel(rows_ptr, out_ptr, total_ptr, W: tl.constexpr, BLOCK: tl.constexpr):
+    """The first rows, as words [C, W]."""
+    zero = tl.zeros([], tl.int64)
+    for row in range(tl.program_id(0), tl.load(total_ptr), tl.num_programs(0)):
+        for start in tl.static_range(0, W, BLOCK):
+            w = start + tl.arange(0, BLOCK)
+            words = tl.load(rows_ptr + (zero + row) * W + w, mask=w < W)
+            tl.store(out_ptr + (zero + row) * W + w, words, mask=w < W)
+
+
+@triton.jit
+def _load_peer_row(
+    slot, d, named_ptr, pieces_ptr, piece_bytes, target_ptr,
+    D: tl.constexpr, ITEM_BYTES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A slot's row where it lies, zeros if it has none."""
+    is_row, base, place = _locate(slot, target_ptr, named_ptr, pieces_ptr, piece_bytes)
+    row = (base + place * (D * ITEM_BYTES)).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        row = tl.multiple_of(row, 16)
+    return tl.load(row + d, mask=d < tl.where(is_row, D, 0), other=0.0), is_row
+
+
+@triton.jit(do_not_specialize=["channel", "rank", "piece", "num_tokens", "piece_bytes"])
+def gather_rows_kernel(
+    control_ptr,
+    pads_ptr,
+    channel,
+    rank,
+    piece,
+    pieces_ptr,
+    piece_bytes,
+    target_ptr,
+    weights_ptr,  # [T, K]
+    kept_ptr,  # [T * K, D], out: the rows themselves
+    out_ptr,  # [T, D]
+    num_tokens,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    ITEM_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
+    P: tl.constexpr,
+    P_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum over a token's slots of (weight times) the row that lies at the peer, in FP32, in order of k."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
+    wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
+    named_ptr = pad_words(pads_ptr, rank, channel, False, P)
+    zero = tl.zeros([], tl.int64)
+    for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        for start in tl.static_range(0, D, BLOCK):
+            d = start + tl.arange(0, BLOCK)
+            first = (zero + token) * K
+            total = tl.zeros([BLOCK], tl.float32)
+            row, is_row = _load_peer_row(
+                first, d, named_ptr, pieces_ptr, piece_bytes, target_ptr, D, ITEM_BYTES, dtype, ALIGNED
+            )
+            for k in tl.static_range(K):
+                following, is_following = row, is_row
+                if k + 1 < K:  # on its way while this one is used
+                    following, is_following = _load_peer_row(
+                        first + k + 1, d, named_ptr, pieces_ptr, piece_bytes, target_ptr, D, ITEM_BYTES, dtype, ALIGNED
+                    )
+                if KEEPS_ROWS:
+                    tl.store(kept_ptr + (first + k) * D + d, row, mask=d < D)
+                picked = row.to(tl.float32)
+                if HAS_WEIGHTS:
+                    picked *= tl.load(weights_ptr + first + k, mask=is_row, other=0.0).to(tl.float32)
+                total += picked
+                row, is_row = following, is_following
+            tl.store(out_ptr + (zero + token) * D + d, total.to(dtype), mask=d < D)
     end_run(control_ptr, pads_ptr, channel, rank, run, tl.num_programs(0), P, P_PAD)
 
 
@@ -251,68 +381,3 @@ def exchange_counts_kernel(
     tl.store(quota_ptr + j, quota, mask=j < J)
     tl.store(before_ptr + j, before, mask=j < J)
     tl.store(control_ptr + (channel + 1) * 32, run)
-
-
-@triton.jit(do_not_specialize=["rank", "capacity", "num_tokens"])
-def address_rows_kernel(
-    control_ptr,
-    send_ptr,  # [J], this rank's rows for each physical expert
-    quota_ptr,  # int32 [J], all ranks' rows for each
-    before_ptr,  # int32 [J], those of the ranks before this one
-    ids_ptr,  # [T, K], physical
-    row_ptr,  # [T, K], places among this rank's rows, sorted by physical expert
-    target_ptr,  # int64 [T, K]: rank << 32 | place there; -1 where there is none
-    origin_ptr,  # int32 [T, K]: the place of an earlier slot of the token at that rank, else -1
-    counts_ptr,  # int64 [L], rows of each local expert here
-    total_ptr,  # int32 [1], their sum
-    rank,
-    capacity,
-    num_tokens,
-    J: tl.constexpr,
-    L: tl.constexpr,
-    K: tl.constexpr,
-    J_PAD: tl.constexpr,
-    L_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Where rows go, and how many come. Every rank sees it if any rank would get more than its buffers hold."""
-    j = tl.arange(0, J_PAD)
-    quota = tl.load(quota_ptr + j, mask=j < J, other=0)
-    send = tl.load(send_ptr + j, mask=j < J, other=0).to(tl.int32)
-    first = tl.cumsum(quota, 0) - quota
-    first -= tl.gather(first, (j // L) * L, 0)
-    before = tl.load(before_ptr + j, mask=j < J, other=0)
-    shift = first + before - (tl.cumsum(send, 0) - send)
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    is_token = token < num_tokens
-    for k in tl.static_range(K):
-        slot = token.to(tl.int64) * K + k
-        expert = tl.load(ids_ptr + slot, mask=is_token, other=-1).to(tl.int32)
-        known = tl.maximum(expert, 0)
-        place = tl.load(row_ptr + slot, mask=is_token, other=0).to(tl.int32) + tl.gather(shift, known, 0)
-        is_row = (expert >= 0) & (place >= 0) & (place < capacity)
-        peer = known // L
-        target = tl.where(is_row, (peer.to(tl.int64) << 32) + place, -1)
-        origin = tl.full([BLOCK_T], -1, tl.int32)
-        for earlier in tl.static_range(K):
-            if earlier < k:
-                other = tl.load(ids_ptr + slot - k + earlier, mask=is_token, other=-1).to(tl.int32)
-                other_known = tl.maximum(other, 0)
-                other_place = tl.load(row_ptr + slot - k + earlier, mask=is_token, other=0).to(tl.int32)
-                other_place += tl.gather(shift, other_known, 0)
-                is_same = (other >= 0) & (other_known // L == peer) & (other_place >= 0) & (other_place < capacity)
-                origin = tl.where(is_same & (origin < 0), other_place, origin)
-        tl.store(target_ptr + slot, target, mask=is_token)
-        tl.store(origin_ptr + slot, origin, mask=is_token)
-    if tl.program_id(0) == 0:
-        local = tl.arange(0, L_PAD)
-        mine = tl.load(quota_ptr + rank * L + local, mask=local < L, other=0)
-        end = tl.cumsum(mine, 0)
-        counts = tl.minimum(end, capacity) - tl.minimum(end - mine, capacity)
-        tl.store(counts_ptr + local, counts.to(tl.int64), mask=local < L)
-        tl.store(total_ptr, tl.minimum(tl.sum(mine, 0), capacity))
-        needed = tl.max(tl.where(j < J, first + quota, 0), 0)
-        if needed > capacity:
-            status = tl.load(control_ptr + 1).to(tl.pointer_type(tl.int64))
-            tl.store(status + ROW_CAPACITY, capacity.to(tl.int64))
-            tl.store(status + NEEDED_ROWS, needed.to(tl.int64))

@@ -2,8 +2,9 @@
 
 An operation has a channel and counts its runs, on the device. Its n-th run on a rank tells every peer that it has begun
 (with a number for them, if it has one) and that it has ended. Words on a rank's pad are written by one peer each, so
-they only grow. Releases and acquires are of system scope: what a program has written before its signal, other ranks'
-programs read after their wait, and so do later kernels of their streams.
+they only grow; one word of each says that it has abandoned the group, and whoever waits for it in vain then ends.
+Releases and acquires are of system scope: what a program has written before its signal, other ranks' programs read
+after their wait, and so do later kernels of their streams.
 
 Layout of the control words (int64) and of the pads: `kernels/peers.py`. P ranks.
 """
@@ -17,6 +18,8 @@ from equipoise.kernels.triton_support import is_interpreted
 
 WORDS = tl.constexpr(32)
 TICKET = tl.constexpr(16)
+LEFT = tl.constexpr(512)
+"""Row of a pad, behind those of the channels, with the words of ranks that have abandoned the group."""
 NUMBER_BITS = tl.constexpr(20)
 """A signal is the run's number times 2**20, plus the number for the peers."""
 
@@ -25,7 +28,7 @@ if is_interpreted():
 
     def give_way() -> None:
         """A wait takes the processor from the rank that it waits for."""
-        time.sleep(2e-4)
+        time.sleep(1e-3)
 
 else:
 
@@ -61,33 +64,42 @@ def signal_peers(pads_ptr, channel, rank, value, is_end: tl.constexpr, P: tl.con
 def wait_for_peers(
     control_ptr, pads_ptr, channel, rank, run, is_end: tl.constexpr, P: tl.constexpr, P_PAD: tl.constexpr
 ):
-    """Returns when every rank has signalled this run, or when the limit is reached, which it reports."""
+    """Returns when every rank has signalled this run. When one has abandoned the group or the limit is reached, it
+    reports that."""
     peer = tl.arange(0, P_PAD)
     word = pad_words(pads_ptr, rank, channel, is_end, P) + peer
     goal = run << NUMBER_BITS
     limit = tl.load(control_ptr, volatile=True)
     # Plain reads while it is not there: atomic ones queue up, and each would order all memory accesses.
     seen = tl.load(word, mask=peer < P, other=0, volatile=True)
+    left_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int64)) + LEFT * P + peer
     spins = tl.zeros([], tl.int64)
-    while (tl.min(tl.where(peer < P, seen, goal), 0) < goal) & (spins < limit):
+    is_open = tl.min(tl.where(peer < P, seen, goal), 0) < goal
+    while is_open & (spins < limit):
+        has_left = tl.load(left_ptr, mask=peer < P, other=0, volatile=True)
         seen = tl.load(word, mask=peer < P, other=0, volatile=True)
+        is_late = (peer < P) & (seen < goal)
+        is_open = (tl.max(is_late.to(tl.int64), 0) > 0) & (tl.max(tl.where(is_late, has_left, 0), 0) == 0)
         spins += 1
         give_way()
     seen = tl.atomic_add(word, tl.zeros([P_PAD], tl.int64), mask=peer < P, sem="acquire", scope="sys")
     late = tl.min(tl.where((peer < P) & (seen < goal), peer, P), 0)
     if late < P:
-        give_up(control_ptr, channel, late, run)
+        has_left = tl.load(left_ptr, mask=peer < P, other=0, volatile=True)
+        left = tl.min(tl.where((seen < goal) & (has_left > 0), peer, P), 0)
+        give_up(control_ptr, channel, tl.where(left < P, left, late), run, left < P)
     tl.debug_barrier()
 
 
 @triton.jit
-def give_up(control_ptr, channel, peer, run):
-    """Tells the host, once, and ends all later waits."""
+def give_up(control_ptr, channel, peer, run, has_left):
+    """Tells the host, once, and ends all later waits. `has_left`: the peer has abandoned the group."""
     if tl.load(control_ptr, volatile=True) > 0:
         tl.store(control_ptr, tl.zeros([], tl.int64))
         status = tl.load(control_ptr + 1).to(tl.pointer_type(tl.int64))
         tl.store(status + 1, peer.to(tl.int64))
         tl.store(status + 2, run)
+        tl.store(status + 5, has_left.to(tl.int64))
         tl.debug_barrier()
         tl.store(status, channel + 1 + run * 0)
 
@@ -115,3 +127,10 @@ def end_run(control_ptr, pads_ptr, channel, rank, run, num_programs, P: tl.const
 def wait_kernel(control_ptr, pads_ptr, channel, rank, P: tl.constexpr, P_PAD: tl.constexpr):
     """A wait for a signal that nobody gives: to learn how long a spin takes."""
     wait_for_peers(control_ptr, pads_ptr, channel, rank, current_run(control_ptr, channel), True, P, P_PAD)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def abandon_kernel(pads_ptr, rank, P: tl.constexpr):
+    """One program per peer tells it; signals that were given stay."""
+    pad = tl.load(pads_ptr + tl.program_id(0)).to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(pad + LEFT * P + rank, tl.full([], 1, tl.int64), sem="release", scope="sys")

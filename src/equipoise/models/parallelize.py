@@ -127,7 +127,10 @@ def build_parallel_model(
     balance_experts: Callable[[int, Experts], ExpertBalancing] | None = None
     space = symmetric_space(meshes, device, dispatcher, balance, timeout_s)
     if balance is not None:
-        shared = space if balance.transport != "collective" and dispatcher in ("auto", "symmetric") else None
+        on_host = balance.transport == "collective" or (
+            balance.transport == "auto" and (dispatcher not in ("auto", "symmetric") or balance.planner != "exact_load")
+        )
+        shared = None if on_host else space
         num_physical_experts, balance_experts = _balancing(config, meshes, compute_dtype, balance, shared)
     model.symmetric_space = space
     options: dict[str, float] = {}
@@ -192,11 +195,10 @@ def build_parallel_model(
 def symmetric_space(
     meshes: Meshes, device: torch.device, dispatcher: DispatcherName, balance: BalanceConfig | None, timeout_s: float
 ) -> SymmetricSpace | None:
-    """The symmetric memory of this rank's EP group, if it was asked for, or balancing can use it. Says in the log what
-    was chosen.
+    """The symmetric memory of this rank's EP group, if it was asked for. Says so in the log.
 
     Raises:
-        ConfigError: it was asked for and cannot be had.
+        ConfigError: it cannot be had.
     """
     transport = None if balance is None else balance.transport
     asked = [
@@ -204,21 +206,15 @@ def symmetric_space(
         for name, value in (("parallel.dispatcher", dispatcher), ("balance.transport", transport))
         if value == "symmetric"
     ]
-    may = transport == "auto" and dispatcher == "auto" and device.type != "cpu"
-    if meshes.sizes.ep == 1 or not (asked or may):
+    if meshes.sizes.ep == 1 or not asked:
         return None
-    problem = agreed_problem(meshes.ep, device)
-    if problem is None and balance is not None and balance.planner != "exact_load" and transport == "auto":
-        problem = f"planner {balance.planner!r} runs on the host"
-    if problem is None:
-        logger.info("EP group of %d ranks: symmetric memory (the ranks reach each other's)", meshes.sizes.ep)
-        return SymmetricSpace(meshes.ep, device, timeout_s)
-    if asked:
+    problem = agreed_problem(meshes.ep, device, timeout_s)
+    if problem is not None:
         raise ConfigError(
             f"{asked[0]}, which cannot be used here: {problem}. Choose auto, or all_to_all and collective"
         )
-    logger.info("EP group of %d ranks: collectives, no symmetric memory: %s", meshes.sizes.ep, problem)
-    return None
+    logger.info("EP group of %d ranks: symmetric memory, as %s", meshes.sizes.ep, " and ".join(asked))
+    return SymmetricSpace(meshes.ep, device, timeout_s)
 
 
 def _balancing(

@@ -10,6 +10,7 @@ import torch
 
 from equipoise.balance import Attached, Balancer, Entered, Step
 from equipoise.dispatch.base import DeviceExchange, Exchange
+from equipoise.kernels.rows import RowMaker
 from equipoise.moe.experts import Experts
 from equipoise.moe.replay import LayerReplay
 from equipoise.moe.router import Routing
@@ -52,9 +53,9 @@ class BalancedExperts:
             return DeviceExchange(*self.step.device_exchange)
         return None if self.step.exchange is None else Exchange(*self.step.exchange)
 
-    def experts(self, rows_RD: torch.Tensor, counts_M: torch.Tensor) -> torch.Tensor:
+    def experts(self, rows_RD: torch.Tensor, counts_M: torch.Tensor, make_rows: RowMaker | None = None) -> torch.Tensor:
         """In place of `Experts`; rows and counts are those of the physical experts here."""
-        return self.step.grouped_mlp(rows_RD, counts_M, self.gate_up, self.down, self.kernel)
+        return self.step.grouped_mlp(rows_RD, counts_M, self.gate_up, self.down, self.kernel, make_rows)
 
     def leave(self, y_TD: torch.Tensor) -> torch.Tensor:
         """On the combined output."""

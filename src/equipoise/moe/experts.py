@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from equipoise.kernels.grouped_mlp import grouped_mlp
+from equipoise.kernels.rows import RowMaker
 
 ExpertKernel = Literal["auto", "loop", "grouped_mm", "triton"]
 
@@ -30,7 +31,8 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
 
-    def forward(self, rows_RD: torch.Tensor, counts_M: torch.Tensor) -> torch.Tensor:
-        """Outputs in row order. Every expert takes part in the graph, so idle experts get zero gradients, not None."""
+    def forward(self, rows_RD: torch.Tensor, counts_M: torch.Tensor, make_rows: RowMaker | None = None) -> torch.Tensor:
+        """Outputs in row order, in the dispatcher's memory if it has some. Every expert takes part in the graph, so
+        idle experts get zero gradients, not None."""
         gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
-        return grouped_mlp(rows_RD, gate_up, down, counts_M, self.kernel)
+        return grouped_mlp(rows_RD, gate_up, down, counts_M, self.kernel, make_rows)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from equipoise.dispatch.base import Dispatcher
+from equipoise.kernels.rows import RowMaker
 from equipoise.moe.experts import Experts
 from equipoise.moe.replay import LayerReplay
 from equipoise.moe.router import Router, Routing
@@ -69,7 +70,7 @@ class MoELayer(nn.Module):
         with record_function("moe.router"), phase("router"):
             routing = self.gate(x_TD, None if valid_BS is None else valid_BS.flatten(), replay)
         ids_TK, exchange, step = routing.ids_TK, None, None
-        experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self.experts
+        experts: Callable[[torch.Tensor, torch.Tensor, RowMaker | None], torch.Tensor] = self.experts
         if self.balancing is not None:
             with phase("balance"):
                 step = self.balancing.route(routing, microbatch, entered)
@@ -77,7 +78,7 @@ class MoELayer(nn.Module):
         with record_function("moe.dispatch"), phase("dispatch"):
             arrived = self.dispatcher.dispatch(x_TD, ids_TK, routing.weights_TK, exchange)
         with record_function("moe.experts"), phase("experts"):
-            rows_RD = experts(arrived.rows_RD, arrived.counts_M)
+            rows_RD = experts(arrived.rows_RD, arrived.counts_M, arrived.make_rows)
         with record_function("moe.combine"), phase("combine"):
             y_TD = self.dispatcher.combine(rows_RD, arrived.handle)
         if self.observer is not None:

@@ -17,9 +17,9 @@ class LeasedMemory:
     Ranks need not lend the same piece: a rank tells its peers which one they are to write to.
     """
 
-    def __init__(self, space: SymmetricSpace, num_pieces: int, piece_bytes: int) -> None:
+    def __init__(self, space: SymmetricSpace, num_pieces: int, piece_bytes: int, name: str) -> None:
         self.piece_bytes = max(-(-piece_bytes // 256), 1) * 256
-        self.memory = space.allocate((num_pieces, self.piece_bytes), torch.uint8)
+        self.memory = space.allocate((num_pieces, self.piece_bytes), torch.uint8, name)
         self.num_pieces = num_pieces
         self._free = list(range(num_pieces))[::-1]
         self._captured: list[torch.Tensor] = []
@@ -27,6 +27,11 @@ class LeasedMemory:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The piece at whose begin a tensor lies; None: at none's."""
+        number, offset = divmod(tensor.data_ptr() - self.memory.local.data_ptr(), self.piece_bytes)
+        return number if 0 <= number < self.num_pieces and offset == 0 else None
 
     def lend(self) -> tuple[int, torch.Tensor]:
         """The piece's number and its bytes. `num_free` must not be 0.

@@ -7,8 +7,10 @@ one host, for CPU tensors under Triton's interpreter.
 import contextlib
 import mmap
 import os
+import platform
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,14 @@ def symmetric_problem(device: torch.device, group: Group | None) -> str | None:
     if not hasattr(symmetric_memory, "rendezvous"):
         return "this torch has no symmetric memory"
     return peer_problem(live_group(group).size())
+
+
+def host_identity() -> str:
+    """Of this host since it was started; containers of one host have the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 def map_device_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Mapped:

@@ -163,11 +163,29 @@ class TrainStep:
             self.balancer.take_records()  # of evaluations
             self.balancer.take_waited_s()
         sums = {name: torch.zeros((), device=self.device) for name in ("loss", *weights)}
-        counts = []
+        counts: list[torch.Tensor] = []
         valid: Sequence[torch.Tensor | None] = [None] * len(batches)
         recorded: Sequence[Rollout | None] = [None] * len(batches)
         if rollouts is not None:
             valid, recorded = self._prepare_rollouts(batches, rollouts)
+        space = self.model.symmetric_space
+        with nullcontext() if space is None else space.abandoned_on_error():
+            self._run_microbatches(batches, valid, recorded, num_tokens, weights, sums, counts)
+        shape = (len(batches), len(self.layers), config.num_experts)
+        counts_NLE = torch.stack(counts).long() if counts else torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return sums, counts_NLE
+
+    def _run_microbatches(
+        self,
+        batches: list[Batch],
+        valid: Sequence[torch.Tensor | None],
+        recorded: Sequence[Rollout | None],
+        num_tokens: int,
+        weights: dict[str, float],
+        sums: dict[str, torch.Tensor],
+        counts: list[torch.Tensor],
+    ) -> None:
+        """Adds to `sums` and `counts`."""
         for number, batch in enumerate(batches):
             with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
                 rollout = recorded[number]
@@ -191,9 +209,6 @@ class TrainStep:
                     add(sums, compare(output, rollout, batch.labels.to(self.device)))
             with self.timer.phase("backward"), self.operation(f"backward of microbatch {number}"):
                 loss.backward()
-        shape = (len(batches), len(self.layers), config.num_experts)
-        counts_NLE = torch.stack(counts).long() if counts else torch.zeros(shape, dtype=torch.int64, device=self.device)
-        return sums, counts_NLE
 
     def _prepare_rollouts(
         self, batches: list[Batch], rollouts: Sequence[Rollout]

@@ -38,7 +38,7 @@ class SymmetricBuffers(ReplicaBuffers):
     def _get(self, kind: str, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
         key = (kind, name)
         if key not in self._kept:
-            made = self._space.allocate((rows, *self.shapes[name]), dtype)
+            made = self._space.allocate((rows, *self.shapes[name]), dtype, f"{kind} of replicas of {name!r}")
             self._kept[key], self._pointers[key] = made.local, made.pointers_P
         return self._kept[key]
 
@@ -106,39 +106,36 @@ class SymmetricTransport:
         self.space.check()
 
     def push_weights(self, name: str, copies: Copies, masters: Masters, what: str) -> DeviceWork:
-        self.space.check(what)
         stacked = isinstance(masters, torch.Tensor)
         tensors = [masters] if isinstance(masters, torch.Tensor) else list(masters)
         tensors = [tensor.contiguous() for tensor in tensors]
         slots_P = self.buffers.pointers_P("weights", name)
-        done: list[torch.Event] = []
-        with self._stream.after_current(done):
-            push_weights(
-                self.space.signals,
-                self._push[name],
-                copies.slot_expert,
-                tensors,
-                stacked,
-                slots_P,
-                self.num_masters,
-                self.push_programs,
-            )
-        return DeviceWork(done[0] if done else None, [*tensors, copies.slot_expert])
+        return self._start(push_weights, self._push[name], copies, tensors, stacked, slots_P, self.push_programs, what)
 
     def pull_gradients(self, name: str, copies: Copies, gradients: Sequence[torch.Tensor], what: str) -> DevicePull:
-        self.space.check(what)
         stacked = gradients[0].dim() == len(self.buffers.shapes[name]) + 1
-        slots_P = self.buffers.pointers_P("gradients", name)
+        slots_P, tensors = self.buffers.pointers_P("gradients", name), list(gradients)
+        work = self._start(
+            pull_gradients, self._pull[name], copies, tensors, stacked, slots_P, self.pull_programs, what
+        )
+        return DevicePull(work, tensors)
+
+    def _start(
+        self,
+        transfer: Callable[..., None],
+        channel: int,
+        copies: Copies,
+        tensors: list[torch.Tensor],
+        stacked: bool,
+        slots_P: torch.Tensor,
+        programs: int,
+        what: str,
+    ) -> DeviceWork:
+        """Launches a transfer after what the current stream holds."""
+        self.space.check(what)
         done: list[torch.Event] = []
         with self._stream.after_current(done):
-            pull_gradients(
-                self.space.signals,
-                self._pull[name],
-                copies.slot_expert,
-                list(gradients),
-                stacked,
-                slots_P,
-                self.num_masters,
-                self.pull_programs,
+            transfer(
+                self.space.signals, channel, copies.slot_expert, tensors, stacked, slots_P, self.num_masters, programs
             )
-        return DevicePull(DeviceWork(done[0] if done else None, [*gradients, copies.slot_expert]), list(gradients))
+        return DeviceWork(done[0] if done else None, [*tensors, copies.slot_expert])

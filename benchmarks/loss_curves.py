@@ -1,0 +1,119 @@
+"""Loss curves of training with balancing on and off: same recipe, seed and text, overlaid in a figure.
+
+Every mode is a run of `equipoise train` of its own; options behind `--` go to both. The largest difference of the
+losses of a step is in the summary, and whether both fell without a NaN (last tenth of the steps below the first).
+
+Run: python benchmarks/loss_curves.py demo --nproc 2 --steps 300   (writes
+benchmarks/results/loss-curves-demo.json and .svg; h200-ep2 on two GPUs)
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from equipoise.bench.results import results_folder, write_results
+
+MODES = {"off": ("--balance", "none"), "on": ("--balance.num-redundant-experts-per-rank",)}
+COLORS = {"off": "#1f5fbf", "on": "#d9480f"}
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 400, 60, 20, 40, 45
+
+
+def train(
+    recipe: str, num_ranks: int, steps: int, mode: str, slots: int, more: list[str], limit_s: float
+) -> list[dict]:
+    """The step records of one run."""
+    chosen = [*MODES[mode], str(slots)] if mode == "on" else list(MODES[mode])
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = [sys.executable, "-m", "equipoise", "train", recipe, "--nproc-per-node", str(num_ranks)]
+        command += ["--out", str(out), "--train.steps", str(steps), "--train.eval_every", "0", *chosen, *more]
+        subprocess.run(command, check=True, timeout=limit_s, stdout=subprocess.DEVNULL)
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+def curve(losses: list[float], low: float, high: float) -> str:
+    """Points of a polyline."""
+    across, down = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    x = lambda i: LEFT + across * i / max(len(losses) - 1, 1)  # noqa: E731
+    y = lambda loss: TOP + down * (high - loss) / max(high - low, 1e-9)  # noqa: E731
+    return " ".join(f"{x(i):.1f},{y(loss):.1f}" for i, loss in enumerate(losses))
+
+
+def figure(losses: dict[str, list[float]], title: str) -> str:
+    """An SVG of the curves, the later ones dashed so that both are seen where they coincide."""
+    low, high = (choose(min(v) if choose is min else max(v) for v in losses.values()) for choose in (min, max))
+    text = 'font-family="sans-serif" font-size="13" fill="#333"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
+        f"<title>{title}</title>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        f'<text x="{LEFT}" y="22" {text}>{title}</text>',
+    ]
+    for tick in range(5):
+        value = low + (high - low) * tick / 4
+        y = TOP + (HEIGHT - TOP - BOTTOM) * (1 - tick / 4)
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" {text}>{value:.2f}</text>')
+    steps = len(next(iter(losses.values())))
+    for tick in range(4):
+        x = LEFT + (WIDTH - LEFT - RIGHT) * tick / 3
+        step = 1 + round((steps - 1) * tick / 3)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 22}" text-anchor="middle" {text}>{step}</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 5}" text-anchor="middle" {text}>step</text>')
+    for number, (mode, values) in enumerate(losses.items()):
+        dash = ' stroke-dasharray="5 4"' if number else ""
+        style = f'fill="none" stroke="{COLORS[mode]}" stroke-width="{2 if number else 3}"{dash}'
+        parts.append(f'<polyline points="{curve(values, low, high)}" {style}/>')
+        x = WIDTH - RIGHT - 170 + 85 * number
+        parts.append(f'<line x1="{x}" x2="{x + 26}" y1="18" y2="18" {style}/>')
+        parts.append(f'<text x="{x + 32}" y="22" {text}>{mode}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def falls(losses: list[float]) -> bool:
+    tenth = max(len(losses) // 10, 1)
+    return all(map(math.isfinite, losses)) and statistics.fmean(losses[-tenth:]) < statistics.fmean(losses[:tenth])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of each run")
+    parser.add_argument("--out", type=Path, help="of the JSON; the figure lies beside it")
+    parser.add_argument("more", nargs="*", help="options of `equipoise train`, behind --")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    losses: dict[str, list[float]] = {}
+    for mode in MODES:
+        records = train(
+            options.recipe, options.nproc, options.steps, mode, options.slots, options.more, options.limit_s
+        )
+        losses[mode] = [record["loss"] for record in records]
+        fields = ("step", "loss", "rank_imbalance", "rank_imbalance_after", "balance_copies")
+        rows += [{"mode": mode} | {key: record[key] for key in fields if key in record} for record in records]
+        print(f"{mode}: {losses[mode][0]:.4f} -> {losses[mode][-1]:.4f} in {len(records)} steps", flush=True)
+    differences = [abs(a - b) for a, b in zip(losses["on"], losses["off"])]
+    summary = {
+        "steps": len(differences),
+        "largest_difference": max(differences),
+        "both_fall": all(map(falls, losses.values())),
+    }
+    out = options.out or results_folder() / f"loss-curves-{options.recipe}.json"
+    write_results(out, rows, summary, ("torch", "triton"))
+    title = f"{options.recipe}: training loss, balancing off and on, {len(differences)} steps"
+    out.with_suffix(".svg").write_text(figure(losses, title))
+    print(summary, out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
