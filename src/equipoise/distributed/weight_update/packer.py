@@ -22,6 +22,10 @@ from equipoise.errors import WeightUpdateError
 from equipoise.kernels.checksum import add_checksum, copy_with_checksum
 
 
+def _no_phase(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class Region(NamedTuple):
     """A part of one of the trainer's tensors: `size` elements from `start`, in each dimension. Under its own name the
     first `dropped` dimensions, of size 1, are not there: one expert of a stack."""
@@ -122,7 +126,7 @@ class Packer:
         total: torch.Tensor | None = None,
         *,
         everywhere: bool = False,
-        phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        phase: Callable[[str], AbstractContextManager[None]] = _no_phase,
     ) -> None:
         """Fills `out` (uint8, at least the bucket) on the owner, or on every rank: then, and where there are several
         holders, every rank calls it. Adds the bucket's checksum to `total`. Puts work on the current stream; `phase`
