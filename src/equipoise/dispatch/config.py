@@ -17,8 +17,9 @@ class DispatchConfig(Config):
     """What bounds the buffers: capacity_factor (error), or every token going to one rank (worst_case, ep_size times the
     rows of an even load). auto is error with balancing and worst_case without."""
     num_buffers: int = Field(0, ge=0)
-    """Pieces of memory for rows: one for each MoE layer whose backward waits for them (with fewer, rows are copied),
-    and one for the backward. 0 takes as many as the layers and recompute ask for."""
+    """Pieces of memory for rows, of which there is one more than this: one for each MoE layer whose backward waits for
+    them (with fewer, rows are copied), and two for the exchange under way. 0 takes as many as the layers and recompute
+    ask for."""
 
     def factor(self, is_balanced: bool) -> float:
         """`capacity_factor` of the dispatcher; 0 is the worst case."""
