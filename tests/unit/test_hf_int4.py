@@ -186,6 +186,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "int4"
 
 
+def test_any_region_reads_as_part_of_the_whole(folder: Path) -> None:
+    """As ranks read what they hold: some experts, some rows, some columns; across gate and up."""
+    source, name = open_source(folder), "model.layers.2.mlp.experts.gate_up_proj"
+    whole = source.read(name, (0, 0, 0), (8, 96, 64), torch.float32)
+    assert whole.abs().amin() < whole.abs().amax()
+    for start, size in [((0, 0, 0), (4, 96, 64)), ((3, 40, 0), (2, 17, 64)), ((5, 48, 8), (3, 48, 33))]:
+        part = whole[tuple(slice(a, a + n) for a, n in zip(start, size))]
+        assert torch.equal(source.read(name, start, size, torch.float32), part)
+        assert torch.equal(source.read(name, start, size), part.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
