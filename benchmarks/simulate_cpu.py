@@ -1,6 +1,6 @@
 """The simulator against measured training steps: EP 2 on two CPU cores, W0 to W7, balancing off, on and forced.
 
-    python benchmarks/simulate_cpu.py [--minutes 10]
+    python benchmarks/simulate_cpu.py [--minutes 12]
 
 One core is pinned per rank. Calibration loads and the workloads take turns in the same rounds; what is the same work
 under several names (perfectly even routing, mostly) is measured once in a round. The rates are fitted
@@ -16,7 +16,6 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from equipoise.bench.calibrate_run import (
     describe_sizes,
     expert_size,
     fit_hardware,
+    middle_mean,
     num_moe_layers,
     predict,
     study_of,
@@ -79,6 +79,7 @@ def workload_loads(config: TrainConfig) -> list[Load]:
         even = Workload("balanced", 1.0, model.num_experts, model.num_experts_per_tok, 2).shares()
         laid = [[workload.routing(step, rank) for rank in range(2)] for step in range(STEPS.get(name, 1))]
         forced = [[replace(routing, shares_E=even) for routing in ranks] for ranks in laid]
+        forced = forced if any(ranks != forced[0] for ranks in forced) else forced[:1]
         loads += [Load(f"{name}, {mode}", mode, forced if mode == FORCED else laid) for mode in (OFF, ON, FORCED)]
     return loads
 
@@ -147,7 +148,7 @@ def write(raw: Path, name: str, out: Path) -> None:
     workloads = workload_loads(config)
     calibration = loads[: len(loads) - len(workloads)]
     measured = {load: measured[known] for load, known in same_work(loads).items()}
-    seconds = {load: statistics.median(values) for load, values in measured.items()}
+    seconds = {load: middle_mean(values) for load, values in measured.items()}
     tokens = tokens_per_rank(config, 2)
     source = f"measured on 2 x {content['device']} by benchmarks/simulate_cpu.py"
     hardware = fit_hardware(calibration, seconds, config, 2, unfitted(name, source, name == CPU))
@@ -176,7 +177,7 @@ def write(raw: Path, name: str, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--name", default=CPU, help="of the machine, in the results")
     parser.add_argument("--recipe", default=str(RECIPE))
     parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
@@ -191,6 +192,7 @@ def main() -> None:
     own = SETTINGS if options.recipe == str(RECIPE) else []
     config = check_study(load_config(TrainConfig, options.recipe, [*own, *options.settings]), 2)
     raw = options.raw or options.out.with_suffix(".raw.json")
+    raw.parent.mkdir(parents=True, exist_ok=True)
     if launch.has_launcher(os.environ):
         if launch.is_own_worker(os.environ):
             launch.end_with_parent()

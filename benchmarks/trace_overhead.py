@@ -114,7 +114,8 @@ def check(folder: Path) -> None:
         assert (load.delivered_Pm == load.quota_Pm).all()
         number += 1
     steps = trace.steps()
-    assert number == len(trace.steps(with_matrices=True)) * trace.info.num_layers
+    info = trace.info
+    assert number == len(trace.steps(with_matrices=True)) * info.num_layers * info.num_microbatches * info.num_groups
     print(f"{len(steps)} recorded steps, {number} matrices: all add up")
 
 

@@ -59,7 +59,7 @@ IMPOSSIBLE = {
     "planner": (
         2,
         "parallel.ep_size=2 balance.planner=nope",
-        ["no planner 'nope'", "exact_load", "my_file.py:function"],
+        ["balance.planner", "'nope'", "exact_load", "my_file.py:function"],
     ),
     "no profiled rank": (1, "profiler.ranks=[]", ["profiler.ranks", "of length >= 1"]),
     "local dispatcher": (2, "parallel.ep_size=2 parallel.dispatcher=local", ["'local'", "ep_size is 2", "all_to_all"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from equipoise.bench.balance import ON
-from equipoise.bench.calibrate_run import calibration_loads, check_study, fit_hardware, predict, unfitted
+from equipoise.bench.calibrate_run import calibration_loads, check_study, fit_hardware, middle_mean, predict, unfitted
 from equipoise.bench.results import update_results
 from equipoise.errors import ConfigError
 from equipoise.simulate.hardware import Hardware
@@ -59,9 +59,16 @@ def test_loads_are_possible_at_awkward_sizes(ranks: int, experts: int, top_k: in
         matrix = load.matrices(96)[0]
         routed = {"no rows": [0] * ranks, "half the rows": [48] * ranks}.get(load.name, [96] * ranks)
         if load.name == "few tokens of the last rank":
-            routed[-1] = 24
+            routed[-1] = round(0.4 * 96)
         assert matrix.sum(1).tolist() == [tokens * top_k for tokens in routed]
         assert matrix.max() <= 96, "an expert gets each token once"
+
+
+def test_a_middle_mean_leaves_out_a_quarter_at_either_end() -> None:
+    assert middle_mean([3.0]) == 3.0
+    assert middle_mean([100.0, 1.0, 2.0, 6.0]) == 4.0
+    assert middle_mean([9.0, 2.0, 1.0]) == 4.0
+    assert middle_mean([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 700.0]) == 3.5
 
 
 def test_impossible_studies_are_refused() -> None:

@@ -257,6 +257,7 @@ BAD = {
         with_table(good_table().set_column(0, "step", pa.array([1.0] * 3))),
         "other types.*step is double, not int32",
     ),
+    "no rows": (with_table(good_table().slice(0, 0)), "no file of a load trace .* with rows in it"),
     "two traces": (mixed, "of another trace"),
 }
 
@@ -267,6 +268,16 @@ def test_bad_traces_are_refused_with_the_reason(tmp_path: Path, name: str) -> No
     make(tmp_path / "trace")
     with pytest.raises(TraceError, match=message):
         open_trace(tmp_path / "trace")
+
+
+def test_files_that_another_program_wrote_without_statistics_are_read(tmp_path: Path) -> None:
+    write(tmp_path, rows(10), rows(20))
+    for file in tmp_path.glob("*.parquet"):
+        pq.write_table(pq.read_table(file), file, write_statistics=False, row_group_size=1)
+    trace = open_trace(tmp_path)
+    assert trace.steps() == [10, 20]
+    assert trace.load(20, 0).step == 20
+    assert set(trace.layers(steps=(10, 10))["step"].to_pylist()) == {10}
 
 
 def test_a_row_that_is_not_there(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ class Runner:
         if study.layer:
             self.tokens //= trainer.plan.accumulation_steps
             self._layer, self._inputs = self._one_layer()
+            self._training_step(0)  # FSDP's units get to know the model that they are of
 
     def _training_step(self, index: int) -> dict[str, float]:
         runner, batches = self.trainer.step_runner, self.batches[index % len(self.batches)]

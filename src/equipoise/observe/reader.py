@@ -26,6 +26,9 @@ from equipoise.observe.schema import (
     read_info,
 )
 
+LAST_STEP = 2**31
+"""Past every step: they are int32."""
+
 
 @dataclass(frozen=True)
 class TraceFile:
@@ -139,7 +142,7 @@ class Trace:
         return sorted(pc.unique(rows["step"]).to_pylist())
 
     def _of(self, table: str, steps: tuple[int, int] | None) -> list[TraceFile]:
-        first, last = steps or (0, 2**31)
+        first, last = steps or (0, LAST_STEP)
         return [f for f in self.files if f.table == table and f.first_step <= last and f.last_step >= first]
 
     def _read(
@@ -193,8 +196,8 @@ def open_trace(path: str | Path) -> Trace:
     files = _scan(path, {})
     if not files:
         raise TraceError(
-            f"{path}: there is no file of a load trace (*.parquet). A run writes one if its settings have a [trace] "
-            "section, the first some seconds after its first recorded step; see docs/traces.md"
+            f"{path}: there is no file of a load trace (*.parquet) with rows in it. A run writes one if its "
+            "settings have a [trace] section, the first some seconds after its first recorded step; see docs/traces.md"
         )
     if not any(f.table == LAYERS for f in files):
         raise TraceError(f"{path}: there are sequences, but no file of the table {LAYERS!r}; give the whole folder")
@@ -240,12 +243,15 @@ def _inspect(path: Path) -> TraceFile:
     wrong = [f"{f.name} is {schema.field(f.name).type}, not {f.type}" for f in expected if not _fits(schema, f)]
     if wrong:
         raise TraceError(f"{path} has columns of other types than the table {table!r}: {'; '.join(wrong)}")
-    bounds = [
-        metadata.row_group(i).column(schema.names.index("step")).statistics for i in range(metadata.num_row_groups)
-    ]
-    first = min((b.min for b in bounds), default=0)
-    last = max((b.max for b in bounds), default=-1)
+    bounds = [_step_bounds(metadata, schema.names, i) for i in range(metadata.num_row_groups)]
+    first, last = min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=-1)
     return TraceFile(path, table, info, metadata.num_rows, first, last)
+
+
+def _step_bounds(metadata: pq.FileMetaData, names: list[str], group: int) -> tuple[int, int]:
+    """The first and last step that a row group can hold; any where another program wrote the file without them."""
+    found = metadata.row_group(group).column(names.index("step")).statistics
+    return (found.min, found.max) if found is not None and found.has_min_max else (0, LAST_STEP)
 
 
 def _fits(schema: pa.Schema, field: pa.Field) -> bool:
@@ -263,9 +269,9 @@ def _read_file(
         with pq.ParquetFile(file.path) as parquet:
             groups = list(range(parquet.num_row_groups))
             if steps is not None:
-                place = parquet.schema_arrow.names.index("step")
-                bounds = [parquet.metadata.row_group(i).column(place).statistics for i in groups]
-                groups = [i for i in groups if bounds[i].min <= steps[1] and bounds[i].max >= steps[0]]
+                names = parquet.schema_arrow.names
+                bounds = [_step_bounds(parquet.metadata, names, i) for i in groups]
+                groups = [i for i in groups if bounds[i][0] <= steps[1] and bounds[i][1] >= steps[0]]
             return parquet.read_row_groups(groups, columns=list(columns)).replace_schema_metadata(None)
     except (pa.ArrowException, OSError) as error:
         raise TraceError(f"{file.path} cannot be read: {str(error).splitlines()[0]}") from error

@@ -179,7 +179,10 @@ def _check_balance(balance: BalanceConfig, axes: AxisSizes) -> None:
         )
     from equipoise.balance.registry import planner_maker  # the package is imported only when balancing is on
 
-    planner_maker(balance.planner)
+    try:
+        planner_maker(balance.planner)
+    except ConfigError as error:
+        raise ConfigError(f"balance.planner: {error}") from error
     if balance.transport == "symmetric" and balance.planner != "exact_load":
         raise ConfigError(
             f"balance.transport is 'symmetric' but balance.planner is {balance.planner!r}, which plans on the host: "
