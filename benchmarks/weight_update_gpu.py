@@ -135,10 +135,11 @@ def run_engine(layers: int, dtype: str) -> None:
 
 @contextlib.contextmanager
 def engine_process(layers: int, dtype: str, device: int):
-    """Starts an engine on the device with this number; gives a function that waits for it and returns its client."""
+    """Starts an engine on the device with this number among the visible ones; gives a function that waits for it and returns its client."""
     variables = dict(os.environ)
     if get_accelerator().device_type != "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = str(device)
+        visible = [name for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        variables["CUDA_VISIBLE_DEVICES"] = visible[device] if visible else str(device)
     command = [sys.executable, __file__, "--role", "engine", "--layers", str(layers), "--dtype", dtype]
     process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
