@@ -7,6 +7,7 @@ by the trainer and by the engine, so the share cannot pass 0.5.
 --part distributed (two GPUs): a trainer and an engine with a device each; buckets are broadcast. The share is of the
 speed of the same group's broadcasts of buckets of that size, nothing else running.
 --part cycle (one GPU): TrainAndGenerate, phase by phase.
+--part in_process (one GPU): its update alone, from the trainer's BF16 parameters to the engine's in the same process.
 
 Each part puts its rows and its keys of the summary into benchmarks/results/weight-update.json and leaves the others'
 (--trainer-dtype float32 has keys of its own). Every part ends within --seconds, with fewer repetitions if need be.
@@ -134,10 +135,11 @@ def run_engine(layers: int, dtype: str) -> None:
 
 @contextlib.contextmanager
 def engine_process(layers: int, dtype: str, device: int):
-    """Starts an engine on the device with this number; gives a function that waits for it and returns its client."""
+    """Starts an engine on the device with this number among the visible ones; gives a function that waits for it and returns its client."""
     variables = dict(os.environ)
     if get_accelerator().device_type != "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = str(device)
+        visible = [name for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        variables["CUDA_VISIBLE_DEVICES"] = visible[device] if visible else str(device)
     command = [sys.executable, __file__, "--role", "engine", "--layers", str(layers), "--dtype", dtype]
     process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -410,6 +412,39 @@ def cycle(layers: int, cycles: int, limit_s: float) -> tuple[list[dict], dict[st
     return rows, summary
 
 
+def in_process(layers: int, times: int, limit_s: float) -> tuple[list[dict], dict[str, Any]]:
+    """What a change of phase in one process moves: BF16 parameters to the engine's, straight."""
+    from equipoise.distributed.world import join_world
+    from equipoise.serve.cycle import TrainAndGenerate
+
+    accelerator = get_accelerator()
+    copy = copy_speed(4096 * MIB if accelerator.device_type != "cpu" else 64 * MIB)
+    model = make_trainer(layers, torch.bfloat16)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    with join_world(accelerator, timeout_s=120) as world:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        turns = TrainAndGenerate(world, model, optimizer, config_of(layers), ENGINE, torch.bfloat16)
+        seconds, extra = [], 0
+        for number in range(times + 1):
+            if number > 2 and seconds_left(limit_s) < 0:
+                break
+            accelerator.reset_peak_memory()
+            with turns.generating(str(number)):
+                own = turns.worker.do_memory()
+                memory = accelerator.memory()
+                extra = memory.peak_allocated - memory.allocated
+                tensors = dict(turns.worker.model.named_parameters())
+                assert all(torch.equal(tensors[name], p) for name, p in list(model.named_parameters())[:9])
+            seconds.append({r.name: r.seconds for r in turns.records}["update weights"])
+            turns.records.clear()
+    middle = statistics.median(seconds[1:])
+    row = {"part": "in_process", "layers": layers, "gigabytes": num_bytes / 1e9, "seconds_first": seconds[0]}
+    row |= {"seconds": middle, "gb_per_s": num_bytes / middle / 1e9, "copy_gb_per_s": copy, "extra_bytes": extra}
+    row |= {"share_of_copy": row["gb_per_s"] / copy, "engine_gb": own["weights"] / 1e9}
+    print(json.dumps(row), flush=True)
+    return [row], {"in_process_share_of_copy": row["share_of_copy"], "in_process_seconds": middle}
+
+
 def memory_in_use() -> int:
     accelerator = get_accelerator()
     memory = accelerator.memory()
@@ -428,13 +463,13 @@ def save(rows: list[dict], summary: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--part", choices=["colocated", "distributed", "cycle"], default="colocated")
+    parser.add_argument("--part", choices=["colocated", "distributed", "cycle", "in_process"], default="colocated")
     parser.add_argument("--role", choices=["trainer", "engine"], default="trainer")
     parser.add_argument("--layers", type=int, help="default: 24; 4 for cycles")
     parser.add_argument("--dtype", default="bfloat16", help="of the engine")
     parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--buckets-mib", type=float, nargs="+", default=[1024, 2048])
-    parser.add_argument("--slots", type=int, nargs="+", default=[1], help="buckets at a time on a shared device")
+    parser.add_argument("--slots", type=int, nargs="+", default=[2], help="buckets at a time on a shared device")
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=60, help="of one part, starting it included")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/weight-update.json"))
@@ -446,6 +481,8 @@ def main() -> None:
     buckets = [int(size * MIB) for size in asked.buckets_mib]
     if asked.part == "cycle":
         rows, summary = cycle(layers, asked.times, asked.seconds)
+    elif asked.part == "in_process":
+        rows, summary = in_process(layers, asked.times, asked.seconds)
     elif asked.part == "colocated":
         dtype = getattr(torch, asked.trainer_dtype)
         rows, summary = colocated(layers, buckets, asked.slots, asked.times, dtype, asked.seconds)

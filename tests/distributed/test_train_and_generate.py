@@ -49,6 +49,7 @@ def on_rank(ep_size: int) -> dict[str, Any]:
                     found["logprobs"] += compare(model, world, wanted, results)
             found["losses"].append(losses)
         found["phases"] = [record.name for record in cycle.records]
+        found["copied"] = cycle._plan.tensors
     return found
 
 
@@ -74,3 +75,32 @@ def test_training_is_that_without_an_engine_and_the_engine_has_its_weights(ep_si
         assert len(found["logprobs"]) == 2 * CYCLES
         assert max(found["logprobs"]) <= 1e-5
         assert found["phases"] == PHASES * CYCLES
+        assert found["copied"]  # a rank's own experts go straight
+        assert all(".experts." in name for name in found["copied"])
+
+
+def alone() -> dict[str, Any]:
+    with join_world(CPUAccelerator(), timeout_s=40) as world:
+        meshes = build_meshes(derive_axes(ParallelConfig(), 1, TOY.num_experts), world)
+        model = build_parallel_model(TOY, meshes, world.device, seed=3)
+        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+        config = EngineConfig(max_running_requests=2, context_length=32, chunked_prefill_size=8)
+        cycle = TrainAndGenerate(world, model, optimizer, TOY, config, torch.bfloat16, holders=[meshes])
+        differing = []
+        for number in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            with cycle.generating(str(number)):
+                engine = dict(cycle.worker.model.named_parameters())
+                pairs = [(name, engine[name], p.bfloat16()) for name, p in model.named_parameters()]
+                differing += [name for name, a, b in pairs if not torch.equal(a, b)]
+                assert cycle.worker.engine.version == str(number)
+        return {"differing": differing, "packed": cycle._plan.packed, "copied": len(cycle._plan.tensors)}
+
+
+def test_one_process_copies_every_tensor_straight_and_casts_it() -> None:
+    (found,) = run_ranks(alone, 1, deadline_s=100)
+    assert found["differing"] == []
+    assert found["packed"] == []
+    assert found["copied"] > 20

@@ -255,8 +255,8 @@ def test_selection_is_final_before_anything_of_a_server_is_imported() -> None:
         "class Watch(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.partition('.')[0] in ('vllm', 'sglang'):\n"
-        "            from equipoise.accelerator import selection\n"
-        "            print('selected', selection.selection_report()['chosen'] if False else 'first')\n"
+        "            from equipoise.accelerator import selection_report\n"
+        "            print('selected', selection_report()['winner'])\n"
         "            raise ImportError('stand-in for ' + name)\n"
         "sys.meta_path.insert(0, Watch())\n"
         "import torch\n"
@@ -272,7 +272,7 @@ def test_selection_is_final_before_anything_of_a_server_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "nonsense" in done.stderr  # refused by selection, before a server's package is looked for
-    assert "first" not in done.stdout
+    assert "selected" not in done.stdout
     environment["EQUIPOISE_ACCELERATOR"] = "cpu"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
-    assert "updates of vLLM need its package beside the trainer" in done.stdout
+    assert done.stdout.startswith("selected cpu\nupdates of vLLM need its package beside the trainer")

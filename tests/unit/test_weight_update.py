@@ -97,3 +97,22 @@ def test_before_the_first_update_nothing_is_generated() -> None:
     with serving() as server, pytest.raises(EngineError, match="no weights have been loaded") as error:
         client_of(server).generate([1, 2])
     assert error.value.status == 503
+
+
+def test_released_weights_give_their_memory_back_also_after_an_update() -> None:
+    """Nothing that an update keeps for the next one may hold on to them."""
+    model = trainer_model(TOY.model_copy(update={"vocab_size": 200_000}))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    with serving(model.config) as server, updater("colocated", model, server, bucket_bytes=10**8) as update:
+        client = client_of(server)
+        for version in ("1", "2"):
+            update.update(version)
+            client.pause()
+            gc.collect()
+            before = resident_bytes()
+            client.release_memory()
+            gc.collect()
+            assert before - resident_bytes() > 0.8 * size
+            client.resume_memory()
+        update.update("3")
+        assert client.checksums() == trainer_checksums(model)

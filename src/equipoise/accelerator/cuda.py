@@ -34,6 +34,7 @@ class CUDAAccelerator(TorchAccelerator):
 
     def __init__(self) -> None:
         self.rocm = torch.version.hip is not None
+        self._own_counter: tuple[torch.Tensor, bytes, int] | None = None
         self.visible_devices_variables = ROCM_VARIABLES if self.rocm else NVIDIA_VARIABLES
 
     def visible_devices(self, environ: Mapping[str, str] | None = None) -> VisibleDevices:
@@ -73,14 +74,14 @@ class CUDAAccelerator(TorchAccelerator):
         """Kind "cuda_ipc"; names the device by its UUID, since processes may count devices differently."""
         storage: Any = tensor.untyped_storage()
         device, handle, size, start, counter, counter_start, event, waits = storage._share_cuda_()
-        # Torch keeps exported memory until a reader has opened and dropped it: for ever, if the reader dies.
+        # Torch keeps exported memory until one reader has opened and dropped it: for ever, if the reader dies. So this
+        # count is ended at once, and readers count elsewhere (it is unsigned: below 0 it never ends).
         torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_start)
         return {
             "kind": "cuda_ipc",
             "device": str(torch.cuda.get_device_properties(device).uuid),
             "handle": _to_text(handle),
             "storage": [size, start],
-            "counter": [_to_text(counter), counter_start],
             "event": [_to_text(event), bool(waits)],
             "start": tensor.storage_offset() * tensor.element_size(),
             "num_bytes": tensor.numel() * tensor.element_size(),
@@ -92,16 +93,15 @@ class CUDAAccelerator(TorchAccelerator):
             return super().open_memory(handle)
         try:
             device = _index_of(handle["device"])
-            (size, start), (counter, counter_start), (event, waits) = (
-                handle[k] for k in ("storage", "counter", "event")
-            )
+            (size, start), (event, waits) = handle["storage"], handle["event"]
+            counter, counter_start = self._counter()
             storage = torch.UntypedStorage._new_shared_cuda(
                 device,
                 _from_text(handle["handle"]),
                 int(size),
                 int(start),
-                _from_text(counter),
-                int(counter_start),
+                counter,
+                counter_start,
                 _from_text(event),
                 bool(waits),
             )
@@ -112,6 +112,15 @@ class CUDAAccelerator(TorchAccelerator):
                 f"the memory handle cannot be opened ({str(error).splitlines()[0]}): are both processes on one "
                 "machine, do both see the device, is the other one alive?"
             ) from error
+
+    def _counter(self) -> tuple[bytes, int]:
+        """A count of this process's own, which torch takes down when opened memory is dropped."""
+        if self._own_counter is None:
+            tensor = torch.zeros(1, device="cuda")
+            storage: Any = tensor.untyped_storage()
+            _, _, _, _, counter, start, _, _ = storage._share_cuda_()
+            self._own_counter = tensor, counter, start
+        return self._own_counter[1:]
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """From the table of datasheets, by the device's name."""

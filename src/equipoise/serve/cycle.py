@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from equipoise.accelerator.pinned import host_empty_like
+from equipoise.checkpoint.tensors import model_tensors
 from equipoise.distributed.agree import raise_together
 from equipoise.distributed.parking import Holder, park, unpark
 from equipoise.distributed.weight_update import Manifest, Packer, plan_buckets
@@ -84,6 +86,18 @@ class HostState:
                         yield value.to_local() if isinstance(value, DTensor) else value
 
 
+class _UpdatePlan(NamedTuple):
+    """How the engine gets the trainer's weights. num_shared: the first buckets, which all ranks fill together. packed:
+    the buckets that this rank fills and loads. copied: those whose tensors it copies from one to the other."""
+
+    packer: Packer
+    layout: Manifest
+    num_shared: int
+    packed: list[int]
+    copied: list[int]
+    tensors: list[str]
+
+
 class TrainAndGenerate:
     """See the module docstring. Collective.
 
@@ -117,7 +131,7 @@ class TrainAndGenerate:
         self.worker.do_release([WEIGHTS, KV_CACHE])
         self.records: list[PhaseRecord] = []
         self._group: dist.ProcessGroup | None = None
-        self._layout: tuple[Packer, Manifest, int] | None = None
+        self._plan: _UpdatePlan | None = None
 
     @contextlib.contextmanager
     def generating(self, version: str) -> Iterator["TrainAndGenerate"]:
@@ -177,54 +191,72 @@ class TrainAndGenerate:
             self.state.to_device(world.device)
 
     def _update(self, version: str) -> None:
-        """Bucket by bucket through one buffer; a rank's own experts never leave it."""
+        """Straight from tensor to tensor where this rank has both; otherwise bucket by bucket through one buffer."""
         worker, receiver = self.worker, self.worker.receiver
-        packer, layout, num_shared = self._layout = self._layout or self._plan_update()
-        packer.refresh()
-        manifest = layout.renamed(version)
+        plan = self._plan = self._plan or self._plan_update()
+        plan.packer.refresh()
+        manifest = plan.layout.renamed(version)
         error: Exception | None = None
         try:
             receiver.begin(manifest)
-            room = torch.empty(manifest.largest_bucket, dtype=torch.uint8, device=worker.device)
+            size = max((manifest.buckets[index].num_bytes for index in plan.packed), default=0)
+            room = torch.empty(size, dtype=torch.uint8, device=worker.device)
         except Exception as e:
             error = e
         self._together(error)
         totals = new_totals(len(manifest.buckets), worker.device)
-        sent = []
-        for index in range(len(manifest.buckets)):
-            if index < num_shared or packer.bucket_holders(index) == [self.world.rank]:
-                packer.pack(index, room, totals[index], everywhere=index < num_shared)
-                receiver.load(index, room)
-                sent.append(index)
+        for index in plan.packed:
+            plan.packer.pack(index, room, totals[index], everywhere=index < plan.num_shared)
+            receiver.load(index, room)
         try:
+            parameters = model_tensors(worker.model)
+            receiver.copy(plan.copied, ((parameters[name], plan.packer.local(name)) for name in plan.tensors))
             sums = totals.tolist()
-            worker.engine.set_version(receiver.commit({index: sums[index] for index in sent}))
+            worker.engine.set_version(receiver.commit({index: sums[index] for index in plan.packed}))
         except Exception as e:
             error = e
         self._together(error)
 
-    def _plan_update(self) -> tuple[Packer, Manifest, int]:
-        """The layout of every update, and how many of its buckets all ranks fill together. Collective."""
+    def _plan_update(self) -> "_UpdatePlan":
+        """Of every update. Collective."""
         worker, specs, source = self.worker, self.worker.receiver.specs, weight_source(self.model)
-        group = None
-        if self.world.size > 1:
-            group = self._live_group
-        packer = Packer(source.tensors, source.regions, specs, group)
+        packer = Packer(source.tensors, source.regions, specs, self._live_group if self.world.size > 1 else None)
         own: list[list[str]] = [[] for _ in range(self.world.size)]
         everywhere: list[str] = []
         for name in specs:
             region, holders = source.regions[name], packer.holders[name]
             home = region.start[0] // worker.num_local_experts if EXPERTS in region.tensor else -1
-            (own[home] if holders == (home,) else everywhere).append(name)
-        parts = [everywhere, *own] if self.world.size > 1 else [list(specs)]
-        buckets = [
-            bucket
-            for names in parts
-            for bucket in plan_buckets(((name, specs[name]) for name in names), self.bucket_bytes)
+            is_own = self.world.size == 1 or holders == (home,)
+            (own[home if home >= 0 else 0] if is_own else everywhere).append(name)
+        parts = [
+            plan_buckets(((name, specs[name]) for name in names), self.bucket_bytes) if names else []
+            for names in (everywhere, *own)
         ]
+        buckets = [bucket for part in parts for bucket in part]
         packer.plan(buckets)
-        num_shared = len(plan_buckets(((name, specs[name]) for name in parts[0]), self.bucket_bytes))
-        return packer, Manifest(version="layout", tensors=dict(specs), buckets=buckets), num_shared
+        num_shared = len(parts[0])
+        at_home = self._tensors_at_home(packer)
+        mine = [i for i in range(num_shared, len(buckets)) if packer.bucket_holders(i) == [self.world.rank]]
+        tensors_of = {i: {source.regions[piece.name].tensor for piece in buckets[i].pieces} for i in mine}
+        copied = [i for i in mine if tensors_of[i] <= at_home]
+        return _UpdatePlan(
+            packer,
+            Manifest(version="layout", tensors=dict(specs), buckets=buckets),
+            num_shared,
+            packed=[*range(num_shared), *(i for i in mine if i not in set(copied))],
+            copied=copied,
+            tensors=sorted(set().union(*(tensors_of[i] for i in copied))),
+        )
+
+    def _tensors_at_home(self, packer: Packer) -> set[str]:
+        """Tensors of which the trainer's part on this rank is the engine's."""
+        worker, found = self.worker, set()
+        for name, parameter in model_tensors(worker.model).items():
+            first = worker.rank * worker.num_local_experts if EXPERTS in name else 0
+            start = (first, *(0 for _ in parameter.shape[1:])) if parameter.dim() else ()
+            if packer.local_box(name) == (start, tuple(parameter.shape)):
+                found.add(name)
+        return found
 
     def _live_group(self) -> dist.ProcessGroup:
         """Another one in every cycle."""

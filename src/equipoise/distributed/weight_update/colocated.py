@@ -1,9 +1,9 @@
 """Updates of engines on the same machine, through memory that both processes see.
 
-On devices whose memory can be shared between processes each trainer rank has room for a bucket there, which it fills
-and an engine rank reads, by turns. Otherwise there is room for two in shared memory of the host, and one is read while
-the other is filled. The engine is asked once; from then on both sides count in a small shared segment: the trainer
-which buckets are ready, each reader which it has taken.
+Each trainer rank has room for two buckets, which an engine rank reads while the next one is filled. On devices whose
+memory can be shared between processes the room is there; otherwise it is shared memory of the host. The engine is
+asked once; from then on both sides count in a small shared segment: the trainer which buckets are ready, each reader
+which it has taken.
 
 Every engine rank gets what it needs from one trainer rank. Where experts live on the same ranks on both sides, each
 trainer rank offers only its own experts, and ranks whose buckets are fewer offer empty ones, so that all stay in step.
@@ -25,9 +25,9 @@ from equipoise.errors import WeightUpdateError
 
 EMPTY = -1
 """Stands for a bucket in which a rank has nothing."""
-SLOTS_ON_HOST, SLOTS_ON_DEVICE = 2, 1
-"""On the host one bucket is filled while another is read. Two processes that work on one device at a time only take it
-from each other."""
+NUM_SLOTS = 2
+"""One bucket is filled while another is read. On a device that both share they then wait less for each other: a device
+takes about a millisecond to change from one process to another."""
 READY, STATE, TAKEN = 0, 1, 2
 """Places of the shared numbers: buckets that are ready, the sender's state, and from there on each reader's count."""
 RUNNING, GAVE_UP = 0, 1
@@ -36,8 +36,7 @@ RUNNING, GAVE_UP = 0, 1
 class ColocatedUpdate(WeightUpdate):
     """See the module docstring. Engine ranks are dealt to trainer ranks in order, over all engines.
 
-    num_slots: buckets for which there is room; None: one in a device's memory, where trainer and engine take turns, two
-    in the host's.
+    num_slots: buckets for which there is room.
     """
 
     _data: "Segment | None" = None
@@ -53,14 +52,13 @@ class ColocatedUpdate(WeightUpdate):
         clients: Sequence[EngineClient],
         accelerator: Accelerator,
         *,
-        num_slots: int | None = None,
+        num_slots: int = NUM_SLOTS,
         **options: Any,
     ) -> None:
         super().__init__(source, clients, accelerator, **options)
-        if num_slots is not None and num_slots < 1:
+        if num_slots < 1:
             raise WeightUpdateError(f"num_slots is {num_slots}: expected at least 1")
-        on_device = self.device.type != "cpu" and accelerator.shares_memory()
-        self.num_slots = num_slots or (SLOTS_ON_DEVICE if on_device else SLOTS_ON_HOST)
+        self.num_slots = num_slots
 
     @property
     def extra_bytes(self) -> int:

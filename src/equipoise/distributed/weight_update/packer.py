@@ -154,6 +154,15 @@ class Packer:
                 for offset, size in bucket.spans(self._specs):
                     add_checksum(data[offset : offset + size], offset, total)
 
+    def local_box(self, tensor: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Start and size of this rank's part of one of the trainer's tensors; None where another rank of the same copy
+        stands for it."""
+        return self._shards[tensor]
+
+    def local(self, tensor: str) -> torch.Tensor:
+        """That part itself."""
+        return _local(self._tensors[tensor]).detach()
+
     def _copy(self, copy: "_Copy | _Run", data: torch.Tensor, total: torch.Tensor | None) -> None:
         local = _local(self._tensors[copy.name])
         if isinstance(copy, _Run):
