@@ -28,6 +28,9 @@ from equipoise.balance.device_planner import DevicePlanner
 from equipoise.balance.protocol import PlannerSettings
 from equipoise.bench.reroute_speed import reroute_case
 from equipoise.bench.results import device_word, results_folder, write_results
+from equipoise.kernels.adamw_triton import adamw
+from equipoise.kernels.checksum import copy_with_checksum, new_totals
+from equipoise.kernels.cross_entropy_triton import loss_and_gradient
 from equipoise.kernels.grouped_gemm import (
     dual_dgrad,
     dual_forward,
@@ -42,6 +45,7 @@ from equipoise.kernels.router_weights import router_weights
 from equipoise.kernels.select_experts import select_experts
 from equipoise.kernels.tiles import make_tiles
 from equipoise.kernels.tuning import BLOCK_ROWS, Block, read_table
+from equipoise.models.cross_entropy import IGNORED_LABEL
 
 DEVICE = torch.device("cuda")
 COUNTS = (([0, 5, 130, 0, 64, 3], 4), ([257, 0, 1, 40], 3), ([0, 0], 1))
@@ -127,6 +131,29 @@ def past_the_end(out):
     tl.store(out + 16 + tl.arange(0, 16), 1.0)
 
 
+def training() -> None:
+    for T, V in ((1, 1), (5, 64), (3, 5000)):
+        labels = torch.arange(T, device=DEVICE) % V
+        labels[-1] = IGNORED_LABEL
+        loss_and_gradient(normal(T, V), labels, IGNORED_LABEL)
+    corrections, scale = torch.tensor([0.1, 0.03], device=DEVICE), torch.tensor(0.5, device=DEVICE)
+    for size in (1, 33, 4099):
+        weight, first, second = (torch.rand(size, device=DEVICE) for _ in range(3))
+        for copy, factor in ((None, None), (normal(size), scale)):
+            adamw(
+                weight, normal(size), first, second, copy, corrections, factor, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
+                weight_decay=0.1,
+            )  # fmt: skip
+
+
+def checksums() -> None:
+    (total,) = new_totals(1, DEVICE)
+    for size in (1, 4, 17, 40_003):
+        source = torch.arange(size, device=DEVICE) % 251
+        copy_with_checksum(source.to(torch.uint8), torch.empty(size, device=DEVICE, dtype=torch.uint8), 32, total)
+        copy_with_checksum(source.float(), torch.empty(size, device=DEVICE, dtype=torch.bfloat16), 0, total)
+
+
 def planted() -> None:
     past_the_end[(1,)](torch.zeros(16, device=DEVICE))
 
@@ -138,11 +165,13 @@ PARTS: dict[str, Callable[[], None]] = {
     "rows": rows,
     "plan": plan,
     "router": router,
+    "training": training,
+    "checksums": checksums,
 }
 CHECKS = [
     *(("memcheck", part) for part in PARTS),
     *(("synccheck", part) for part in PARTS),
-    *(("racecheck", part) for part in ("rows", "plan", "router")),
+    *(("racecheck", part) for part in ("rows", "plan", "router", "training", "checksums")),
 ]
 
 
