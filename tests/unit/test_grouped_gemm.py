@@ -145,21 +145,41 @@ def test_replica_gradients_add_or_replace(add: bool, dtype: torch.dtype, num_row
     assert close(held[1], (3 if add else 0) + grad.double().T @ rows.double())
 
 
-@pytest.mark.parametrize("form", ["apart", "grouped_mm"])
-@pytest.mark.parametrize("counts", [[0, 0, 0], [17, 0, 9], [0, 8, 3]], ids=str)
-def test_weight_gradients_in_two_steps(form: str, counts: list[int]) -> None:
-    """Masters and replicas by launches of their own, as the tuning table may say."""
-    N, K, total = 40, 24, sum(counts)
+@pytest.mark.parametrize("form", ["", "snake", "grouped_mm"])
+@pytest.mark.parametrize("counts", [[0, 0, 0, 0], [17, 0, 9, 0], [0, 8, 3, 50], [33, 70, 16, 1]], ids=str)
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_weight_gradients_in_every_form_of_the_table(form: str, counts: list[int], descriptors: bool) -> None:
+    """Slots' tiles between masters', or masters by `grouped_mm`."""
+    N, K, total, M = 40, 24, sum(counts), 2
     rows, grad = poisoned(total, 3, K, 1), poisoned(total, 3, N, 2)
-    tiles, held = make_tiles(counts, 2, total + 3), torch.full((1, N, K), 2.0, device=DEVICE)
+    tiles, held = make_tiles(counts, M, total + 3), torch.full((2, N, K), 2.0, device=DEVICE)
     block = tuning.INTERPRETED if DEVICE.type == "cpu" else tuning.Block()
-    masters = run_wgrad(
-        grad, rows, held, tiles.offsets_L1, tiles.order_L, 2, DTYPE, replace(block, **{form: True}), True, True
+    block = replace(block, **dict.fromkeys(form.split(), True))
+    tables = tiles.offsets_L1, tiles.order_L
+    masters = run_wgrad(grad, rows, held, *tables, M, DTYPE, block, True, descriptors)
+    alone = run_wgrad(
+        grad, rows, None, tiles.offsets_L1[: M + 1], tiles.order_L[:M], M, DTYPE, block, True, descriptors
     )
+    assert torch.equal(masters, alone)
     for expert, (g, x) in enumerate(zip(grad[:total].double().split(counts), rows[:total].double().split(counts))):
-        assert close(masters[expert] if expert < 2 else held[0], g.T @ x + (2 if expert == 2 else 0))
-        if expert < 2 and counts[expert] == 0:
+        assert close(masters[expert] if expert < M else held[expert - M] - 2, g.T @ x)
+        if expert < M and counts[expert] == 0:
             assert (masters[expert] == 0).all()
+
+
+def test_every_tile_is_dealt_once_and_slots_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many programs there are: gradients are replaced, so a tile dealt twice or never shows as a wrong sum."""
+    from equipoise.kernels import grouped_launch_triton
+
+    counts, N, K = [5, 2, 0, 7, 1, 3], 40, 24
+    rows, grad = normal(18, K), normal(18, N, seed=1)
+    for programs in (1, 5, 13):
+        monkeypatch.setattr(grouped_launch_triton, "num_multiprocessors", lambda device, programs=programs: programs)
+        for M in (1, 4):
+            tiles, held = make_tiles(counts, M, 18), torch.zeros(6 - M, N, K, device=DEVICE)
+            made = [*dual_wgrad(grad, rows, tiles, M, torch.float32, held, add=True), *held]
+            for value, g, x in zip(made, grad.double().split(counts), rows.double().split(counts)):
+                assert close(value, g.T @ x), (programs, M)
 
 
 def test_slots_without_gradients_are_left_out() -> None:

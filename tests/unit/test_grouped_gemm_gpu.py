@@ -65,6 +65,22 @@ def test_first_call_in_a_thread_of_its_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results[0], gradients(triton_grouped_mlp, inputs, counts)))
 
 
+def test_k11_a_backward_alone_in_a_thread_of_its_own() -> None:
+    """Widths that no forward has used: the first launch of all is a gradient's."""
+    counts = [130, 0, 70]
+    rows, grad, weight = normal(200, 448), normal(200, 320), normal(3, 320, 448)
+    tiles, results = plain_tiles(torch.tensor(counts, device="cuda"), 3, 200, 128), []
+
+    def backward() -> None:
+        results.extend((dual_dgrad(grad, weight, None, tiles), dual_wgrad(grad, rows, tiles, 3)))
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join(timeout=120)
+    assert close(results[0][:130], grad[:130].double() @ weight[0].double())
+    assert close(results[1][2], grad[130:].double().T @ rows[130:].double())
+
+
 def test_after_a_kernel_that_changes_tritons_allocator() -> None:
     import triton
 
@@ -137,13 +153,17 @@ def test_more_than_two_to_the_31_elements(what: str) -> None:
     assert (made[0] == 0).all()
 
 
-def test_slightly_uneven_loads_cost_no_more_than_even_ones() -> None:
+@pytest.mark.parametrize("what", ["forward", "wgrad"])
+def test_slightly_uneven_loads_cost_no_more_than_even_ones(what: str) -> None:
     from equipoise.bench.kernel_timing import interleaved_medians
 
-    x, weight = normal(16 * 1000, 2048), normal(16, 1536, 2048)
+    x, grad, weight = normal(16 * 1000, 2048), normal(16 * 1000, 1536), normal(16, 1536, 2048)
     works = {}
     for name, counts in (("even", [1000] * 16), ("uneven", [1000 + d * 20 for d in (-1, 1) * 8])):
         tiles = plain_tiles(torch.tensor(counts, device="cuda"), 16, 16 * 1000, 128)
-        works[name] = lambda tiles=tiles: dual_forward(x, weight, None, tiles)
-    ms = interleaved_medians(works)
-    assert ms["uneven"] < 1.05 * ms["even"]
+        works[name] = {
+            "forward": lambda tiles=tiles: dual_forward(x, weight, None, tiles),
+            "wgrad": lambda tiles=tiles: dual_wgrad(grad, x, tiles, 16),
+        }[what]
+    ms = interleaved_medians(works, rounds=30)
+    assert ms["uneven"] < 1.03 * ms["even"]

@@ -27,3 +27,5 @@ def test_every_group_and_case_has_a_row() -> None:
     assert re.findall(r"C(\d\d)", " ".join(rows)) == CASES.split()
     assert [int(n) for n in re.findall(r"^\| B(\d\d) ", TEXT, re.MULTILINE)] == BALANCE
     assert [int(n) for n in re.findall(r"^\| W(\d) ", TEXT, re.MULTILINE)] == list(range(1, 10))
+    kernels = [row for row in re.findall(r"^\| (K.*?) \|", TEXT, re.MULTILINE) if row[1].isdigit()]
+    assert sorted(int(n) for n in re.findall(r"K(\d\d)", " ".join(kernels))) == list(range(1, 18))

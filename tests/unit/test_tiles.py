@@ -36,5 +36,5 @@ def test_tables_cover_every_row_once(make, counts: list[int], block_rows: int, s
     assert tiles.offsets_L1.tolist() == starts
     assert list(zip(tiles.expert_W.tolist(), tiles.row_W.tolist())) == expected + [(-1, -1)] * spare
     assert tiles.num_2.tolist() == [sum(e < num_masters for e, _ in expected), len(expected)]
-    assert tiles.order_L.tolist() == sorted(range(len(counts)), key=lambda e: -counts[e])
+    assert tiles.order_L.tolist() == sorted(range(len(counts)), key=lambda e: (e >= num_masters, -counts[e]))
     assert {x.dtype for x in tiles[:5]} == {torch.int32}

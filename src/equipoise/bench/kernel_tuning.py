@@ -21,52 +21,36 @@ from equipoise.bench.expert_kernels import (
     random_weight,
 )
 from equipoise.bench.kernel_timing import gpu, interleaved_medians
-from equipoise.kernels.grouped_gemm import run_wgrad, swiglu_backward_into, swiglu_forward_into
+from equipoise.kernels.grouped_gemm import run_wgrad
 from equipoise.kernels.tuning import KERNELS, Block, read_table, table_entry, write_table
 
 WIDE = Block(columns=256)
-DEEP = replace(WIDE, stages=4, split=True)
+DEEP = replace(WIDE, stages=4, split=1)
 GEMM = (
     WIDE,
     replace(WIDE, flatten=True),
-    replace(WIDE, flatten=True, split=True),
+    replace(WIDE, flatten=True, split=1),
     replace(DEEP, flatten=True, group=4),
     replace(DEEP, flatten=True),
     replace(DEEP, flatten=True, group=16),
     replace(DEEP, group=4),
     DEEP,
 )
-PAIR = Block(warps=4, split=True, programs=2)
-SHALLOW = replace(PAIR, depth=32, stages=4)
+PAIR = Block(depth=32, stages=4, warps=4, split=1, programs=2)
+TALL = Block(rows=256, stages=4, split=1)
 WGRAD = (
-    replace(DEEP, group=16, snake=True),
     PAIR,
-    SHALLOW,
-    replace(SHALLOW, group=4),
-    replace(SHALLOW, flatten=True),
-    replace(SHALLOW, reduce=True),
-    replace(SHALLOW, reduce=True, group=16),
-    replace(SHALLOW, stages=5, reduce=True, group=16, snake=True),
-    replace(SHALLOW, stages=6),
-    replace(SHALLOW, stages=6, group=4),
-    replace(SHALLOW, rows=64, programs=3),
+    replace(PAIR, group=16),
+    replace(PAIR, stages=5, snake=True),
+    replace(PAIR, depth=64, stages=2),
+    replace(PAIR, depth=64, stages=3),
+    replace(WIDE, split=1),
+    DEEP,
+    replace(DEEP, group=16, snake=True),
+    TALL,
     replace(WIDE, grouped_mm=True),
-    replace(SHALLOW, grouped_mm=True, reduce=True),
 )
-SWIGLU_FORWARD = (Block(), Block(fused=True), Block(fused=True, flatten=True), Block(fused=True, group=16))
-SWIGLU_BACKWARD = (
-    Block(),
-    Block(fused=True, stages=4, flatten=True, split=True),
-    Block(fused=True, warps=4, columns=64, programs=2),
-    Block(fused=True, warps=4, split=True, depth=32, stages=4, programs=2),
-)
-CANDIDATES = {
-    "forward": GEMM,
-    "dgrad": GEMM,
-    "wgrad": WGRAD,
-    "swiglu_forward": SWIGLU_FORWARD,
-    "swiglu_backward": SWIGLU_BACKWARD,
-}
+CANDIDATES = {"forward": GEMM, "dgrad": GEMM, "wgrad": WGRAD}
 
 
 class Job(NamedTuple):
@@ -87,7 +71,7 @@ def jobs(shape: Shape, load: str, kernels: Collection[str], num_rows: int | None
 def _all_jobs(shape: Shape, load: str, num_rows: int | None) -> Iterator[Job]:
     from equipoise.kernels import grouped_launch_triton as launch
 
-    M, S, D, inner = shape.masters, shape.slots, shape.features, shape.inner
+    M, S = shape.masters, shape.slots
     rows = make_rows(shape if num_rows is None else shape._replace(tokens=num_rows), load)
     R, tiles = rows.total, rows.tiles
     for N, K in shape.products.values():
@@ -104,16 +88,6 @@ def _all_jobs(shape: Shape, load: str, num_rows: int | None) -> Iterator[Job]:
         tables = tiles.offsets_L1, tiles.order_L
         for b in WGRAD:
             yield Job("wgrad", N, K, b, partial(run_wgrad, grad, x, slot_grads, *tables, M, x.dtype, b, True, True))
-    x, hidden, act = random(R, D), random(R, 2 * inner), random(R, inner)
-    grad_hidden = torch.empty_like(hidden)
-    up, down = random_weight(M + S, 2 * inner, D), random_weight(M + S, D, inner)
-    up_weights, down_weights = (up[:M], up[M:].clone()), (down[:M], down[M:].clone())
-    for b in SWIGLU_FORWARD:
-        run = partial(swiglu_forward_into, x, *up_weights, hidden, act, tiles, b, True)
-        yield Job("swiglu_forward", 2 * inner, D, b, run)
-    for b in SWIGLU_BACKWARD:
-        run = partial(swiglu_backward_into, x, *down_weights, hidden, grad_hidden, act, tiles, b, True)
-        yield Job("swiglu_backward", D, inner, b, run)
 
 
 def _compile_part(shapes: Sequence[Shape], kernels: Collection[str], part: int, parts: int) -> None:
@@ -147,23 +121,21 @@ def tune(shapes: Sequence[Shape], say: Say, kernels: Collection[str] = KERNELS) 
     table = read_table()
     name, capability = gpu().get_device_name(), list(gpu().get_device_capability())
     device = table.setdefault(name, {"capability": capability})
-    for kind in (("forward", "dgrad", "wgrad"), ("swiglu_forward", "swiglu_backward")):
-        chosen = [kernel for kernel in kind if kernel in kernels]
-        for shape in shapes if chosen else ():
-            times: dict[tuple[str, int, int], dict[Block, list[float]]] = {}
-            for load in LOADS:
-                found = [job for job in jobs(shape, load, chosen) if _runs(job)]
-                found.sort(key=lambda job: (job.kernel, job.N, job.K))
-                for key, group in groupby(found, key=lambda job: (job.kernel, job.N, job.K)):
-                    works = {job.block: job.run for job in group}
-                    for block, ms in interleaved_medians(works, rounds=6).items():
-                        times.setdefault(key, {}).setdefault(block, []).append(ms)
-                        say(f"  {key} {load} {ms:.4f} ms {table_entry(*key[1:], shape.tokens, block)}")
-                gpu().empty_cache()
-            for (kernel, N, K), blocks in times.items():
-                block = min(blocks, key=lambda b: geomean(blocks[b]))
-                entry = table_entry(N, K, shape.tokens, block)
-                others = [e for e in device.get(kernel, []) if (e["N"], e["K"], e["tokens"]) != (N, K, shape.tokens)]
-                device[kernel] = sorted([*others, entry], key=lambda e: (e["N"], e["K"], e["tokens"]))
-                say(f"{shape.name} {shape.masters}+{shape.slots} {kernel} {entry}")
-            write_table(table)  # at once: the second group builds on the blocks of the first
+    for shape in shapes:
+        times: dict[tuple[str, int, int], dict[Block, list[float]]] = {}
+        for load in LOADS:
+            found = [job for job in jobs(shape, load, kernels) if _runs(job)]
+            found.sort(key=lambda job: (job.kernel, job.N, job.K))
+            for key, group in groupby(found, key=lambda job: (job.kernel, job.N, job.K)):
+                works = {job.block: job.run for job in group}
+                for block, ms in interleaved_medians(works, rounds=6).items():
+                    times.setdefault(key, {}).setdefault(block, []).append(ms)
+                    say(f"  {key} {load} {ms:.4f} ms {table_entry(*key[1:], shape.tokens, block)}")
+            gpu().empty_cache()
+        for (kernel, N, K), blocks in times.items():
+            block = min(blocks, key=lambda b: geomean(blocks[b]))
+            entry = table_entry(N, K, shape.tokens, block)
+            others = [e for e in device.get(kernel, []) if (e["N"], e["K"], e["tokens"]) != (N, K, shape.tokens)]
+            device[kernel] = sorted([*others, entry], key=lambda e: (e["N"], e["K"], e["tokens"]))
+            say(f"{shape.name} {shape.masters}+{shape.slots} {kernel} {entry}")
+        write_table(table)

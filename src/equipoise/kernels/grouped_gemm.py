@@ -13,7 +13,6 @@ features, I inner features.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -130,23 +129,16 @@ def run_wgrad(
     add: bool,
     descriptors: bool,
 ) -> torch.Tensor:
-    """Masters' gradients, by one launch for all, or by one (or `grouped_mm`) for masters and one for replicas."""
-    from equipoise.kernels.grouped_launch_triton import ALL, MASTERS_ALONE, SLOTS_ALONE, launch_wgrad
+    """Masters' gradients; by one launch with the replicas', or by `grouped_mm`, and then one for replicas alone."""
+    from equipoise.kernels.grouped_launch_triton import launch_wgrad
 
-    tables = offsets_L1, order_L
     theirs = block.grouped_mm and dtype == rows_RK.dtype
     if theirs:
         out = F.grouped_mm(grad_RN.t(), rows_RK, offs=offsets_L1[1 : num_masters + 1])
     else:
         out = rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
-    apart = block.apart and out_slots is not None
-    if not theirs:
-        share = MASTERS_ALONE if apart else ALL
-        launch_wgrad(grad_RN, rows_RK, out, None if apart else out_slots, *tables, block, add, share, descriptors)
-    if theirs or apart:
-        # Some versions of grouped_mm leave the slice of an empty group unwritten: this launch writes it.
-        block = replace(block, flatten=False)
-        launch_wgrad(grad_RN, rows_RK, out, out_slots, *tables, block, add, SLOTS_ALONE, descriptors)
+    # Some versions of grouped_mm leave the slice of an empty group unwritten: the launch writes it.
+    launch_wgrad(grad_RN, rows_RK, out, out_slots, offsets_L1, order_L, block, add, not theirs, descriptors)
     return out
 
 
@@ -199,7 +191,12 @@ def _dual_swiglu_forward(
     order_L: torch.Tensor,
     block_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors
+    from equipoise.kernels.grouped_launch_triton import (
+        can_describe,
+        has_descriptors,
+        launch_gemm,
+        launch_swiglu_rows,
+    )
 
     _check_weights(masters, slots)
     tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
@@ -208,31 +205,11 @@ def _dual_swiglu_forward(
     act, hidden = rows_RD.new_empty(R, inner), rows_RD.new_empty(R, 2 * inner)
     if R == 0:
         return act, hidden
-    descriptors = has_descriptors(rows_RD.device) and can_describe(rows_RD, masters, slots, hidden, act)
-    block = _block("swiglu_forward", rows_RD, 2 * inner, D, order_L.shape[0], descriptors)
-    swiglu_forward_into(rows_RD, masters, slots, hidden, act, tiles, block, descriptors)
-    return act, hidden
-
-
-def swiglu_forward_into(
-    rows_RD: torch.Tensor,
-    masters: torch.Tensor,
-    slots: torch.Tensor | None,
-    hidden: torch.Tensor,
-    act_RI: torch.Tensor,
-    tiles: Tiles,
-    block: Block,
-    descriptors: bool,
-) -> None:
-    """The activation in the product's epilogue, or by a kernel after it."""
-    from equipoise.kernels.grouped_launch_triton import launch_gemm, launch_swiglu_forward, launch_swiglu_rows
-
-    if block.fused:
-        launch_swiglu_forward(rows_RD, masters, slots, hidden, act_RI, tiles, block, descriptors)
-        return
-    block = _block("forward", rows_RD, hidden.shape[1], rows_RD.shape[1], tiles.order_L.shape[0], descriptors)
+    descriptors = has_descriptors(rows_RD.device) and can_describe(rows_RD, masters, slots, hidden)
+    block = _block("forward", rows_RD, 2 * inner, D, order_L.shape[0], descriptors)
     launch_gemm(rows_RD, masters, slots, None, None, hidden, tiles, True, block, descriptors)
-    launch_swiglu_rows(hidden, act_RI, tiles.offsets_L1)
+    launch_swiglu_rows(hidden, act, offsets_L1)
+    return act, hidden
 
 
 @_dual_swiglu_forward.register_fake
@@ -254,7 +231,12 @@ def _dual_swiglu_backward(
     order_L: torch.Tensor,
     block_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors
+    from equipoise.kernels.grouped_launch_triton import (
+        can_describe,
+        has_descriptors,
+        launch_gemm,
+        launch_swiglu_rows_backward,
+    )
 
     _check_weights(masters, slots)
     tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
@@ -263,36 +245,11 @@ def _dual_swiglu_backward(
     grad_hidden, act = torch.empty_like(hidden), hidden.new_empty(R, inner)
     if R == 0:
         return grad_hidden, act
-    descriptors = has_descriptors(grad_RD.device) and can_describe(grad_RD, masters, slots, hidden, act)
-    block = _block("swiglu_backward", grad_RD, D, inner, order_L.shape[0], descriptors)
-    swiglu_backward_into(grad_RD, masters, slots, hidden, grad_hidden, act, tiles, block, descriptors)
+    descriptors = has_descriptors(grad_RD.device) and can_describe(grad_RD, masters, slots, act)
+    block = _block("dgrad", grad_RD, D, inner, order_L.shape[0], descriptors)
+    launch_gemm(grad_RD, masters, slots, None, None, act, tiles, False, block, descriptors)
+    launch_swiglu_rows_backward(hidden, act, grad_hidden, offsets_L1)
     return grad_hidden, act
-
-
-def swiglu_backward_into(
-    grad_RD: torch.Tensor,
-    masters: torch.Tensor,
-    slots: torch.Tensor | None,
-    hidden: torch.Tensor,
-    grad_hidden: torch.Tensor,
-    act_RI: torch.Tensor,
-    tiles: Tiles,
-    block: Block,
-    descriptors: bool,
-) -> None:
-    """The activation's gradient in the product's epilogue, or by a kernel after it."""
-    from equipoise.kernels.grouped_launch_triton import (
-        launch_gemm,
-        launch_swiglu_backward,
-        launch_swiglu_rows_backward,
-    )
-
-    if block.fused:
-        launch_swiglu_backward(grad_RD, masters, slots, hidden, grad_hidden, act_RI, tiles, block, descriptors)
-        return
-    block = _block("dgrad", grad_RD, grad_RD.shape[1], act_RI.shape[1], tiles.order_L.shape[0], descriptors)
-    launch_gemm(grad_RD, masters, slots, None, None, act_RI, tiles, False, block, descriptors)
-    launch_swiglu_rows_backward(hidden, act_RI, grad_hidden, tiles.offsets_L1)
 
 
 @_dual_swiglu_backward.register_fake
@@ -358,7 +315,7 @@ def dual_wgrad(
     offsets_L1, order_L, dtype = tiles.offsets_L1, tiles.order_L, dtype or rows_RK.dtype
     if out_slots is None and order_L.shape[0] > num_masters:
         offsets_L1 = offsets_L1[: num_masters + 1]
-        order_L = offsets_L1.diff().argsort(descending=True, stable=True).int()
+        order_L = order_L[:num_masters]
     if out_slots is None:
         return _masters_wgrad(grad_RN, rows_RK, offsets_L1, order_L, num_masters, dtype)
     return _dual_wgrad(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype, add)

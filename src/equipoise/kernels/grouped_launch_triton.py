@@ -12,18 +12,15 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from equipoise.kernels.grouped_gemm_triton import dual_gemm_kernel
+from equipoise.kernels.grouped_wgrad_triton import SLOT_COLUMNS as _SLOT_COLUMNS
 from equipoise.kernels.grouped_wgrad_triton import dual_wgrad_kernel
-from equipoise.kernels.swiglu_triton import (
-    swiglu_backward_kernel,
-    swiglu_forward_kernel,
-    swiglu_rows_backward_kernel,
-    swiglu_rows_kernel,
-)
+from equipoise.kernels.swiglu_triton import swiglu_rows_backward_kernel, swiglu_rows_kernel
 from equipoise.kernels.tiles import Tiles, plain_tiles
 from equipoise.kernels.tuning import INTERPRETED, Block
 
 logger = logging.getLogger(__name__)
 
+SLOT_COLUMNS: int = _SLOT_COLUMNS.value
 RAGGED_ROWS = 1 << 30
 RAGGED_OUTER = 0x7FFF0000
 
@@ -110,10 +107,6 @@ def launch_gemm(
     )  # fmt: skip
 
 
-ALL, MASTERS_ALONE, SLOTS_ALONE = 0, 1, 2
-"""Whose gradients a launch makes, as the kernel numbers them."""
-
-
 def launch_wgrad(
     grad_RN: torch.Tensor,
     rows_RK: torch.Tensor,
@@ -123,94 +116,29 @@ def launch_wgrad(
     order_L: torch.Tensor,
     block: Block,
     add: bool,
-    share: int,
+    masters_too: bool,
     descriptors: bool,
 ) -> None:
-    """Gradients of masters, and of slots if there are any; SLOTS_ALONE still writes the zeros of idle masters."""
+    """Gradients of masters, and of slots if there are any; without `masters_too` only the zeros of idle masters."""
     M, N, K = out_masters.shape
     BM, BN, BT = block.rows, block.columns, block.depth
     grad, rows, masters, slots = grad_RN, rows_RK, out_masters, out_slots
-    num_experts = order_L.shape[0]
-    if share == SLOTS_ALONE:
-        num_experts = 0 if out_slots is None else out_slots.shape[0]
-    elif out_slots is None:
-        share = MASTERS_ALONE
-    if out_slots is None:
-        slots = out_masters  # never written: code for slots is compiled all the same, and needs a pointer
     # Adding in memory is the hardware's; the interpreter has no such thing.
-    describe_slots = out_slots is not None and block.reduce and descriptors and rows_RK.device.type != "cpu"
-    describe_slots = describe_slots and can_describe(out_slots)
-    describe_out = (
-        descriptors and share != SLOTS_ALONE and out_masters.element_size() == 2 and can_describe(out_masters)
-    )
+    describe_slots = descriptors and rows_RK.device.type != "cpu" and can_describe(out_slots)
+    describe_slots = describe_slots and out_slots is not None and BN in (4 * SLOT_COLUMNS, 8 * SLOT_COLUMNS)
+    describe_out = descriptors and masters_too and out_masters.element_size() == 2 and can_describe(out_masters)
     if descriptors:
         grad, rows = ragged(grad_RN, [BT, BM]), ragged(rows_RK, [BT, BN])
     if describe_out:
-        masters = dense(out_masters, [1, BM, BN // 2 if block.split else BN])
+        masters = dense(out_masters, [1, BM, BN >> block.split])
     if describe_slots and out_slots is not None:
-        slots = dense(out_slots, [1, BM, BN // 8])
+        slots = dense(out_slots, [1, BM, SLOT_COLUMNS])
     dual_wgrad_kernel[(block.programs * num_multiprocessors(rows_RK.device),)](
         grad, rows, masters, slots, offsets_L1, order_L, 0 if out_slots is None else out_slots.stride(0),
-        num_experts, M, N=N, K=K, MASTERS=triton.next_power_of_2(M), SHARE=share, ADD=add, DESC=descriptors,
-        DESC_OUT=describe_out, DESC_SLOTS=describe_slots, BM=BM, BN=BN, BT=BT, GROUP=block.group,
-        FLATTEN=block.flatten, SPLIT=block.split, SNAKE=block.snake,
-        num_warps=block.warps, num_stages=block.stages,
-    )  # fmt: skip
-
-
-def launch_swiglu_forward(
-    rows_RD: torch.Tensor,
-    masters: torch.Tensor,
-    slots: torch.Tensor | None,
-    hidden: torch.Tensor,
-    act_RI: torch.Tensor,
-    tiles: Tiles,
-    block: Block,
-    descriptors: bool,
-) -> None:
-    """Weights [., 2 * I, D]; hidden [R, 2 * I]."""
-    (R, D), I = rows_RD.shape, act_RI.shape[1]
-    BM, BN, BK = tiles.block_rows, block.columns, block.depth
-    rows, weights, out_hidden, act = rows_RD, [masters, slots], hidden, act_RI
-    if descriptors:
-        rows = dense(rows_RD, [BM, BK])
-        weights = [None if w is None else dense(w.unflatten(1, (2, I)), [1, 2, BN, BK]) for w in weights]
-        out_hidden = ragged(hidden.view(R, 2, I), [BM, 1, BN])
-        act = ragged(act_RI, [BM, BN])
-    swiglu_forward_kernel[(block.programs * num_multiprocessors(rows_RD.device),)](
-        rows, weights[0], weights[1], out_hidden, act, *_tables(tiles), R, masters.stride(0),
-        0 if slots is None else slots.stride(0), M=masters.shape[0], D=D, I=I, HAS_SLOTS=slots is not None,
-        DESC=descriptors, BM=BM, BN=BN, BK=BK, GROUP=block.group, FLATTEN=block.flatten,
-        num_warps=block.warps, num_stages=block.stages,
-    )  # fmt: skip
-
-
-def launch_swiglu_backward(
-    grad_RD: torch.Tensor,
-    masters: torch.Tensor,
-    slots: torch.Tensor | None,
-    hidden: torch.Tensor,
-    grad_hidden: torch.Tensor,
-    act_RI: torch.Tensor,
-    tiles: Tiles,
-    block: Block,
-    descriptors: bool,
-) -> None:
-    """Weights [., D, I]; hidden and its gradient [R, 2 * I]."""
-    (R, D), I = grad_RD.shape, act_RI.shape[1]
-    BM, BN, BK = tiles.block_rows, block.columns, block.depth
-    grad, weights, read_hidden, out_hidden, act = grad_RD, [masters, slots], hidden, grad_hidden, act_RI
-    if descriptors:
-        width = BN // 2 if block.split else BN
-        grad = dense(grad_RD, [BM, BK])
-        weights = [None if w is None else dense(w, [1, BK, BN]) for w in weights]
-        read_hidden = dense(hidden.view(R, 2, I), [BM, 1, width])
-        out_hidden = ragged(grad_hidden.view(R, 2, I), [BM, 1, width])
-        act = ragged(act_RI, [BM, width])
-    swiglu_backward_kernel[(block.programs * num_multiprocessors(grad_RD.device),)](
-        grad, weights[0], weights[1], read_hidden, out_hidden, act, *_tables(tiles), R, masters.stride(0),
-        0 if slots is None else slots.stride(0), M=masters.shape[0], D=D, I=I, HAS_SLOTS=slots is not None,
-        DESC=descriptors, BM=BM, BN=BN, BK=BK, GROUP=block.group, FLATTEN=block.flatten, SPLIT=block.split,
+        M, 0 if out_slots is None else out_slots.shape[0], N=N, K=K,
+        MASTERS=1 if masters_too else triton.next_power_of_2(M), HAS_MASTERS=masters_too,
+        HAS_SLOTS=out_slots is not None, ADD=add, DESC=descriptors, DESC_OUT=describe_out,
+        DESC_SLOTS=describe_slots, BM=BM, BN=BN, BT=BT, GROUP=block.group, SPLIT=block.split, SNAKE=block.snake,
         num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
 

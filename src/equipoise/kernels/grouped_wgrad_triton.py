@@ -9,6 +9,9 @@ import triton.language as tl
 
 from equipoise.kernels.grouped_gemm_triton import block_of, halves, load_block, ragged_coordinates
 
+SLOT_COLUMNS = tl.constexpr(32)
+"""Columns of FP32 that a descriptor stores at once: whole lines of 128 bytes."""
+
 
 @triton.jit
 def load_group(
@@ -32,8 +35,15 @@ def _store_master(
         _store_matrix(out + expert.to(tl.int64) * N * K, value, row, column, N, K, BR, BC, False)
     elif SPLIT:
         left, right = halves(value.to(out.dtype), BR, BC)
-        out.store([expert, row, column], left.reshape(1, BR, BC // 2))
-        out.store([expert, row, column + BC // 2], right.reshape(1, BR, BC // 2))
+        for half in tl.static_range(2):
+            part = left if half == 0 else right
+            at = column + half * (BC // 2)
+            if SPLIT == 2:
+                first, second = halves(part, BR, BC // 2)
+                out.store([expert, row, at], first.reshape(1, BR, BC // 4))
+                out.store([expert, row, at + BC // 4], second.reshape(1, BR, BC // 4))
+            else:
+                out.store([expert, row, at], part.reshape(1, BR, BC // 2))
     else:
         out.store([expert, row, column], value.to(out.dtype).reshape(1, BR, BC))
 
@@ -43,25 +53,38 @@ def _store_slot(
     out, value, slot, row, column, stride, N: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     DESC: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Stores or adds [BR, BC], by descriptors in quarters of quarters, which take the least shared memory.
+    """Stores or adds [BR, BC]; by descriptors in parts of SLOT_COLUMNS columns, which take little shared memory.
 
     The memory adds to an element once per launch: the order of additions plays no part.
     """
     if DESC:
-        left, right = halves(value, BR, BC)
-        for half in tl.static_range(2):
-            quarters = halves(left if half == 0 else right, BR, BC // 2)
-            for quarter in tl.static_range(2):
-                eighths = halves(quarters[quarter], BR, BC // 4)
-                for eighth in tl.static_range(2):
-                    part = eighths[eighth].reshape(1, BR, BC // 8)
-                    at = column + half * (BC // 2) + quarter * (BC // 4) + eighth * (BC // 8)
-                    if ADD:
-                        out.atomic_add([slot, row, at], part)
-                    else:
-                        out.store([slot, row, at], part)
+        _store_strips(out, value, slot, row, column, BR, BC, ADD)
     else:
         _store_matrix(out + slot.to(tl.int64) * stride, value, row, column, N, K, BR, BC, ADD)
+
+
+@triton.jit
+def _store_strips(out, value, slot, row, column, BR: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr):
+    left, right = halves(value, BR, BC)
+    for half in tl.static_range(2):
+        quarters = halves(left if half == 0 else right, BR, BC // 2)
+        for quarter in tl.static_range(2):
+            at = column + half * (BC // 2) + quarter * (BC // 4)
+            if BC == 4 * SLOT_COLUMNS:
+                _store_strip(out, quarters[quarter], slot, row, at, BR, ADD)
+            else:
+                eighths = halves(quarters[quarter], BR, BC // 4)
+                _store_strip(out, eighths[0], slot, row, at, BR, ADD)
+                _store_strip(out, eighths[1], slot, row, at + BC // 8, BR, ADD)
+
+
+@triton.jit
+def _store_strip(out, value, slot, row, column, BR: tl.constexpr, ADD: tl.constexpr):
+    strip = value.reshape(1, BR, SLOT_COLUMNS)
+    if ADD:
+        out.atomic_add([slot, row, column], strip)
+    else:
+        out.store([slot, row, column], strip)
 
 
 @triton.jit
@@ -92,58 +115,113 @@ def _store_matrix(
     tl.store(at, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_experts", "M"])
-def dual_wgrad_kernel(
-    grad, rows, out_masters, out_slots, offsets, order, slot_stride, num_experts, M,
-    N: tl.constexpr, K: tl.constexpr, MASTERS: tl.constexpr, SHARE: tl.constexpr, ADD: tl.constexpr, DESC: tl.constexpr,
-    DESC_OUT: tl.constexpr, DESC_SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-    GROUP: tl.constexpr, FLATTEN: tl.constexpr, SPLIT: tl.constexpr, SNAKE: tl.constexpr,
+@triton.jit
+def _tile(
+    turn, num_experts, shift, offsets, order, BLOCKS: tl.constexpr, BT: tl.constexpr, SNAKE: tl.constexpr
 ):  # fmt: skip
-    """Weight gradient [N, K] of each expert: grad_RN.T @ rows_RK over its rows.
+    """This program's tile of a turn: expert, block, the expert's first row and rows, steps (0: there is no tile).
 
-    SHARE: 0 for all experts in the order of `order`, 1 for the masters among them, 2 for the slots one after the other
-    and the masters without rows, which get their zeros here. `num_experts`: of `order` (SHARE 2: slots).
+    `turn` may be many. Tiles go round over the programs, from program `shift` on.
+    """
+    programs = tl.num_programs(0)
+    lane = tl.program_id(0)
+    if SNAKE:
+        lane = tl.where(turn % 2 == 0, lane, programs - 1 - lane)
+    tile = turn * programs + (lane + programs - shift) % programs
+    live = tile < num_experts * BLOCKS
+    tile = tl.where(live, tile, 0)
+    expert = tl.load(order + tile // BLOCKS)
+    first = tl.load(offsets + expert)
+    count = tl.load(offsets + expert + 1) - first
+    return expert, tile % BLOCKS, first, count, tl.where(live, tl.maximum(tl.cdiv(count, BT), 1), 0)
+
+
+@triton.jit
+def _walk(
+    grad, rows, out, offsets, order, num_experts, first_expert, begin, end, shift, stride,
+    N: tl.constexpr, K: tl.constexpr, IS_SLOTS: tl.constexpr, ADD: tl.constexpr, DESC: tl.constexpr,
+    DESC_OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, SNAKE: tl.constexpr,
+):  # fmt: skip
+    """Turns from `begin` to `end`: one loop over the steps of all their tiles, so that the next tile's first rows
+    arrive while this one's last products and its output are under way. (Triton flattens no loops whose lengths depend
+    on data. And with masters' and slots' outputs in one loop, ptxas runs its products one by one.)
     """
     ROW_BLOCKS: tl.constexpr = (N + BM - 1) // BM
     COLUMN_BLOCKS: tl.constexpr = (K + BN - 1) // BN
     BLOCKS: tl.constexpr = ROW_BLOCKS * COLUMN_BLOCKS
-    programs = tl.num_programs(0)
-    if SHARE == 2:
-        _clear_idle_masters(out_masters, offsets, M, N * K, MASTERS)
-    total = num_experts * BLOCKS
-    for turn in tl.range(0, tl.cdiv(total, programs), flatten=FLATTEN):
-        lane = tl.program_id(0)
-        if SNAKE:
-            lane = tl.where(turn % 2 == 0, lane, programs - 1 - lane)
-        index = turn * programs + lane
-        live = index < total
-        index = tl.minimum(index, total - 1)
-        place = index // BLOCKS
-        expert = M + place if SHARE == 2 else tl.load(order + place)
-        if SHARE == 1:
-            live = live & (expert < M)
-        m, n = block_of(index % BLOCKS, ROW_BLOCKS, COLUMN_BLOCKS, GROUP)
-        first = tl.load(offsets + expert)
-        count = tl.load(offsets + expert + 1) - first
-        steps = tl.where(live, tl.cdiv(count, BT), 0)
-        if FLATTEN:
-            steps = tl.maximum(steps, 1)
-            tl.assume(steps > 0)
-        acc = tl.zeros((BM, BN), tl.float32)
-        for step in tl.range(0, steps):
-            a = load_group(grad, first, count, step * BT, m * BM, N, BT, BM, DESC)
-            b = load_group(rows, first, count, step * BT, n * BN, K, BT, BN, DESC)
-            acc = tl.dot(a.T, b, acc, input_precision="ieee")
-        if live:
-            if SHARE == 1:
-                _store_master(out_masters, acc, expert, m * BM, n * BN, N, K, BM, BN, DESC_OUT, SPLIT)
-            elif SHARE == 2:
-                _store_slot(
-                    out_slots, acc, expert - M, m * BM, n * BN, slot_stride, N, K, BM, BN, DESC_SLOTS, ADD
-                )  # fmt: skip
-            elif expert < M:
-                _store_master(out_masters, acc, expert, m * BM, n * BN, N, K, BM, BN, DESC_OUT, SPLIT)
+    MANY: tl.constexpr = 256
+    all_steps = 0
+    for start in range(begin, end, MANY):
+        turns = start + tl.arange(0, MANY)
+        tiles = _tile(turns, num_experts, shift, offsets, order, BLOCKS, BT, SNAKE)
+        all_steps += tl.sum(tl.where(turns < end, tiles[4], 0), 0)
+    zero = tl.program_id(0) * 0
+    expert, first, count, m, n, steps = zero, zero, zero, zero, zero, zero + 1
+    turn, step = begin + zero, zero
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, all_steps):
+        step += 1
+        if step == steps:
+            expert, block, first, count, steps = _tile(turn, num_experts, shift, offsets, order, BLOCKS, BT, SNAKE)
+            m, n = block_of(block, ROW_BLOCKS, COLUMN_BLOCKS, GROUP)
+            turn += 1
+            step = zero
+        a = load_group(grad, first, count, step * BT, m * BM, N, BT, BM, DESC)
+        b = load_group(rows, first, count, step * BT, n * BN, K, BT, BN, DESC)
+        acc = tl.dot(a.T, b, acc, input_precision="ieee")
+        is_last = step == steps - 1
+        if IS_SLOTS and ADD:
+            is_last = is_last & (count > 0)
+        if is_last:
+            if IS_SLOTS:
+                _store_slot(out, acc, expert - first_expert, m * BM, n * BN, stride, N, K, BM, BN, DESC_OUT, ADD)
             else:
-                _store_slot(
-                    out_slots, acc, expert - M, m * BM, n * BN, slot_stride, N, K, BM, BN, DESC_SLOTS, ADD
-                )  # fmt: skip
+                _store_master(out, acc, expert, m * BM, n * BN, N, K, BM, BN, DESC_OUT, SPLIT)
+            acc = tl.zeros((BM, BN), tl.float32)
+
+
+@triton.jit(do_not_specialize=["M", "S"])
+def dual_wgrad_kernel(
+    grad, rows, out_masters, out_slots, offsets, order, slot_stride, M, S,
+    N: tl.constexpr, K: tl.constexpr, MASTERS: tl.constexpr, HAS_MASTERS: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    ADD: tl.constexpr, DESC: tl.constexpr, DESC_OUT: tl.constexpr, DESC_SLOTS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, SNAKE: tl.constexpr,
+):  # fmt: skip
+    """Weight gradient [N, K] of each expert: grad_RN.T @ rows_RK over its rows.
+
+    Without HAS_MASTERS somebody else makes the masters' gradients, and here those without rows get their zeros.
+
+    A slot's tile moves four times the bytes of a master's. So each program has its slots' tiles at a time of its own,
+    between masters' tiles, when the others leave the memory time for them.
+    """
+    BLOCKS: tl.constexpr = ((N + BM - 1) // BM) * ((K + BN - 1) // BN)
+    programs = tl.num_programs(0)
+    turns = 0
+    if HAS_MASTERS:
+        turns = tl.cdiv(M * BLOCKS, programs)
+    else:
+        _clear_idle_masters(out_masters, offsets, M, N * K, MASTERS)
+    if HAS_SLOTS:
+        middle = turns * tl.program_id(0) // programs
+        shift = M * BLOCKS % programs if HAS_MASTERS else 0
+        slot_turns = tl.cdiv(S * BLOCKS, programs)
+        if HAS_MASTERS:
+            _walk(
+                grad, rows, out_masters, offsets, order, M, 0, 0, middle, 0, 0, N, K, False, ADD, DESC, DESC_OUT,
+                BM, BN, BT, GROUP, SPLIT, SNAKE,
+            )  # fmt: skip
+        _walk(
+            grad, rows, out_slots, offsets, order + M, S, M, 0, slot_turns, shift, slot_stride, N, K, True, ADD, DESC,
+            DESC_SLOTS, BM, BN, BT, GROUP, SPLIT, SNAKE,
+        )  # fmt: skip
+        if HAS_MASTERS:
+            _walk(
+                grad, rows, out_masters, offsets, order, M, 0, middle, turns, 0, 0, N, K, False, ADD, DESC, DESC_OUT,
+                BM, BN, BT, GROUP, SPLIT, SNAKE,
+            )  # fmt: skip
+    elif HAS_MASTERS:
+        _walk(
+            grad, rows, out_masters, offsets, order, M, 0, 0, turns, 0, 0, N, K, False, ADD, DESC, DESC_OUT, BM, BN,
+            BT, GROUP, SPLIT, SNAKE,
+        )  # fmt: skip

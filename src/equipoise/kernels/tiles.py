@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
     expert_W: the expert of each tile, in order of rows.
     row_W: its first row.
     num_2: tiles of masters, tiles in all.
-    order_L: experts by descending number of rows, equal ones by lower index.
+    order_L: masters by descending number of rows, then slots likewise; equal ones by lower index.
     block_rows: rows of a full tile.
     """
 
@@ -55,7 +55,12 @@ def plain_tiles(counts_L: torch.Tensor, num_masters: int, num_rows: int, block_r
         torch.where(is_tile_W, expert_W, -1).int(),
         torch.where(is_tile_W, row_W, -1).int(),
         torch.stack([ends_L1[num_masters], ends_L1[L]]).int(),
-        torch.argsort(counts, descending=True, stable=True).int(),
+        torch.cat(
+            [
+                counts[:num_masters].argsort(descending=True, stable=True),
+                counts[num_masters:].argsort(descending=True, stable=True) + num_masters,
+            ]
+        ).int(),
         block_rows,
     )
 

@@ -48,9 +48,11 @@ def _tiles_kernel(
     tl.store(row_ptr + tile, tl.where(is_tile, row, -1), mask=tile < W)
     mine = part * 32 + tl.arange(0, 32)
     my_count = tl.load(counts_ptr + mine, mask=mine < L, other=0).to(tl.int32)
-    is_before = (counts[None, :] > my_count[:, None]) | (
+    is_longer = (counts[None, :] > my_count[:, None]) | (
         (counts[None, :] == my_count[:, None]) & (local[None, :] < mine[:, None])
     )
+    is_master, am_master = (local < NUM_MASTERS)[None, :], (mine < NUM_MASTERS)[:, None]
+    is_before = (is_master & (am_master == 0)) | ((is_master == am_master) & is_longer)
     place = tl.sum((is_before & (local < L)[None, :]).to(tl.int32), 1)
     tl.store(order_ptr + place, mine, mask=mine < L)
 

@@ -3,8 +3,7 @@
 `equipoise bench kernels --tune` extends the table (`blocks.json`). A shape that it does not list takes the nearest one
 that it does; a device that it does not list takes those of a device of the same capability, or defaults.
 
-Shapes: N x K one expert's weight; for the SwiGLU kernels that of `gate_up` and of `down`. `tokens`: mean rows of an
-expert.
+Shapes: N x K one expert's weight. `tokens`: mean rows of an expert.
 """
 
 import json
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 TABLE = Path(__file__).with_name("blocks.json")
-KERNELS = ("forward", "dgrad", "wgrad", "swiglu_forward", "swiglu_backward")
+KERNELS = ("forward", "dgrad", "wgrad")
 
 BLOCK_ROWS = 128
 """Rows of a tile (`Tiles.block_rows`), the same for all products of a layer so that they share their tables. With fewer
@@ -31,13 +30,10 @@ class Block:
     columns, depth: of a tile of the output, and of one step along the contracted dimension.
     rows: of a tile of a weight gradient (elsewhere the rows are those of the tile table).
     group: blocks of rows that are walked together, so that operands stay in the cache.
-    flatten: one pipeline over all of a program's tiles, not one per tile.
-    split: the output leaves in two halves, whose space allows one more stage.
+    flatten: one pipeline over all of a program's tiles, not one per tile (weight gradients always have one).
+    split: how often the output is halved; smaller parts leave one after the other and take less shared memory.
     snake: programs take turns in alternating order (weight gradients, whose tiles differ in cost).
     programs: per multiprocessor; two small ones hide each other's beginnings and ends.
-    reduce: replicas' gradients are added by the memory system, not by the program (weight gradients).
-    fused: the activation is in the product's epilogue (SwiGLU kernels, whose other fields count only then).
-    apart: replicas' gradients by a launch of their own, so that neither carries the other's epilogue.
     grouped_mm: masters' gradients by `torch.nn.functional.grouped_mm`, and only the replicas' by the kernel.
     """
 
@@ -48,12 +44,9 @@ class Block:
     stages: int = 3
     warps: int = 8
     flatten: bool = False
-    split: bool = False
+    split: int = 0
     snake: bool = False
     programs: int = 1
-    reduce: bool = False
-    fused: bool = False
-    apart: bool = False
     grouped_mm: bool = False
 
 
