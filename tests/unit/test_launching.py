@@ -38,6 +38,8 @@ class Kernel:
 def kernel(monkeypatch) -> Kernel:
     monkeypatch.setattr(launching, "is_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name, empty in (("_compiled", {}), ("_varying", {}), ("_refused", [])):
+        monkeypatch.setattr(launching, name, empty)
     return Kernel()
 
 
@@ -74,3 +76,11 @@ def test_what_a_kernel_is_compiled_for_makes_a_launch_another(kernel: Kernel, ch
     run(kernel, **(usual | changed))
     assert len(kernel.compiled) == 2
     assert kernel.launched == []
+
+
+def test_a_triton_that_launches_otherwise_is_used_as_usual(kernel: Kernel, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(kernel, "repeats", lambda: None)
+    for _ in range(3):
+        run(kernel, torch.zeros(64))
+    assert len(kernel.compiled) == 3
+    assert caplog.text.count("not launched directly") == 1

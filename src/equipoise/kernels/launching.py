@@ -4,6 +4,7 @@ Triton looks at every argument and setting of a launch to find the compiled kern
 as long as the launch itself. Here a launch that is like an earlier one (`_form`) goes to its compiled kernel directly.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 
 from equipoise.kernels.triton_support import is_interpreted
 
+logger = logging.getLogger(__name__)
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 """By form: the compiled kernel, and the constants in the order of its parameters."""
+_refused: list[str] = []
+"""Why a version of Triton does not launch compiled kernels so."""
 _varying: dict[int, tuple[bool, ...]] = {}
 """By kernel: which of its parameters are numbers that it is not specialized for."""
 
@@ -21,10 +25,11 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], num_warps: int,
     """Runs a kernel with a grid of one axis on the current stream.
 
     Args:
-        kernel: a `triton.jit` function whose parameters are `arguments` (tensors and integers), then constants.
-        constants: all `tl.constexpr` parameters.
+        kernel: a `triton.jit` function whose parameters are `arguments` (tensors, integers, constants), then
+            `constants`.
+        constants: those of the `tl.constexpr` parameters that are not among the arguments.
     """
-    if is_interpreted():
+    if is_interpreted() or _refused:
         kernel[(programs,)](*arguments, **constants, num_warps=num_warps)
         return
     key = (id(kernel), torch.cuda.current_device(), num_warps, *constants.values(), *_form(kernel, arguments))
@@ -34,7 +39,12 @@ def launch(kernel: Any, programs: int, arguments: Sequence[Any], num_warps: int,
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
         return
     compiled, ordered = known
-    compiled[(programs, 1, 1)](*arguments, *ordered)
+    try:
+        compiled[(programs, 1, 1)](*arguments, *ordered)
+    except (TypeError, AttributeError) as error:  # before anything has run
+        logger.warning("this Triton's compiled kernels are not launched directly, which costs the host time: %s", error)
+        _refused.append(str(error))
+        kernel[(programs,)](*arguments, **constants, num_warps=num_warps)
 
 
 def _form(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
