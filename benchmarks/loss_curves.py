@@ -90,14 +90,13 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=600.0, help="of each run")
     parser.add_argument("--out", type=Path, help="of the JSON; the figure lies beside it")
-    parser.add_argument("more", nargs="*", help="options of `equipoise train`, behind --")
-    options = parser.parse_args()
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    own, more = sys.argv[1:split], sys.argv[split + 1 :]
+    options = parser.parse_args(own)
     rows: list[dict[str, Any]] = []
     losses: dict[str, list[float]] = {}
     for mode in MODES:
-        records = train(
-            options.recipe, options.nproc, options.steps, mode, options.slots, options.more, options.limit_s
-        )
+        records = train(options.recipe, options.nproc, options.steps, mode, options.slots, more, options.limit_s)
         losses[mode] = [record["loss"] for record in records]
         fields = ("step", "loss", "rank_imbalance", "rank_imbalance_after", "balance_copies")
         rows += [{"mode": mode} | {key: record[key] for key in fields if key in record} for record in records]
