@@ -13,6 +13,7 @@ import argparse
 import math
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,7 @@ trainer_module.build_meshes = cache(trainer_module.build_meshes)  # several trai
 
 WARM_UP = 5
 NATURAL = "natural"
-CASES = (("hot_experts", 1.3, 2), ("hot_experts", 1.6, 2), ("hot_rank", 1.9, 0), (NATURAL, 1.0, 2))
+CASES = (("hot_rank", 1.9, 0), (NATURAL, 1.0, 2), ("hot_experts", 1.6, 2), ("hot_experts", 1.3, 2))
 """Workload, its imbalance, replica slots per rank (0: as many as the cost model advises)."""
 
 
@@ -154,9 +155,14 @@ class Bench:
 
 
 def measure(
-    bench: Bench, steps: int, rounds: int, slots_of_hot_rank: int, chosen: tuple[str, ...]
+    bench: Bench,
+    steps: int,
+    rounds: int,
+    slots_of_hot_rank: int,
+    chosen: tuple[str, ...],
+    save: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """One row for each workload (of those chosen) and mode."""
+    """One row for each workload (of those chosen) and mode. Saves after each workload: a run may be cut short."""
     model, ep = bench.config.model, bench.trainer.plan.axes.ep
     make = lambda name, imbalance: Workload(name, imbalance, model.num_experts, model.num_experts_per_tok, ep)  # noqa: E731
     even = make("balanced", 1.0)
@@ -196,6 +202,7 @@ def measure(
             if bench.world.rank == 0:
                 print({key: row[key] for key in ("workload", "imbalance", "slots", "mode", "step_ms")}, flush=True)
                 print({key: row[key] for key in list(row)[8:]}, flush=True)
+        save(rows)
     return rows
 
 
@@ -282,20 +289,20 @@ def main() -> None:
         if world.rank == 0:
             print(f"a copy costs {copy_tokens} tokens; slots for the hot rank: {slots}", flush=True)
         bench = Bench(config, world, stop, folder / "main")
-        rows = measure(bench, options.steps, options.rounds, slots, tuple(options.cases))
+        name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
+        out = options.out or results_folder() / f"balance-{device_word(name)}-ep{plan.axes.ep}.json"
+        hardware = {"device": name, "devices": world.size, "copy_tokens": copy_tokens}
+
+        def save(rows: list[dict[str, Any]], overhead: dict[str, float] | None = None) -> None:
+            if world.rank == 0:
+                summary = summarize(rows, overhead or {})
+                print(summary, write_results(out, rows, summary, ("torch", "triton"), hardware), flush=True)
+
+        rows = measure(bench, options.steps, options.rounds, slots, tuple(options.cases), save)
         bench.close()
-        if world.rank == 0:
-            print(summarize(rows, {}), flush=True)
         del bench
-        overhead = {}
         if options.pairs:
-            overhead = compare_off_with_absent(config, world, stop, folder, options.pairs)
-        if world.rank == 0:
-            name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
-            out = options.out or results_folder() / f"balance-{device_word(name)}-ep{plan.axes.ep}.json"
-            summary = summarize(rows, overhead)
-            hardware = {"device": name, "devices": world.size, "copy_tokens": copy_tokens}
-            print(summary, write_results(out, rows, summary, ("torch", "triton"), hardware), flush=True)
+            save(rows, compare_off_with_absent(config, world, stop, folder, options.pairs))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from equipoise.moe.synthetic import Workload
 from equipoise.train.config import plan_run
 from equipoise.train.stop import StopSignals
 
-STEPS, MOST = 2, 12
+STEPS, MOST, KEPT = 2, 12, 40
 
 
 def profiled(bench: Bench, mode: Mode, workload: Any, even: Workload) -> dict[str, Any]:
@@ -40,8 +40,11 @@ def profiled(bench: Bench, mode: Mode, workload: Any, even: Workload) -> dict[st
         kernels = read_kernels(json.loads(path.read_text()))
     number = STEPS * len(bench.layers)
     found = {name: [x / number for x in exposure] for name, exposure in exposures(kernels).items()}
-    times = sorted(kernel_times(kernels).items(), key=lambda item: -item[1])
-    return {"transfers": found, "kernels": {name[:90]: us / STEPS for name, us in times}}
+    times: dict[str, float] = {}
+    for kernel, us in kernel_times(kernels).items():
+        times[kernel[:90]] = times.get(kernel[:90], 0.0) + us / STEPS
+    longest = sorted(times.items(), key=lambda item: -item[1])[:KEPT]
+    return {"transfers": found, "kernels": dict(longest)}
 
 
 def main() -> None:
@@ -74,7 +77,9 @@ def main() -> None:
         bench.close()
         if world.rank == 0:
             summary = {
-                row["workload"]: {k: v for k, v in row.items() if "us" in k} for row in rows if row["mode"] == "on"
+                row["workload"]: {k: v for k, v in row.items() if k.endswith("per layer")}
+                for row in rows
+                if row["mode"] == "on"
             }
             name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
             out = options.out or results_folder() / f"exposed-{device_word(name)}-ep{ep}.json"

@@ -1,7 +1,8 @@
 """Loss curves of training with balancing on and off: same recipe, seed and text, overlaid in a figure.
 
 Every mode is a run of `equipoise train` of its own; options behind `--` go to both. The largest difference of the
-losses of a step is in the summary, and whether both fell without a NaN (last tenth of the steps below the first).
+losses of a step is in the summary, the first step at which they are apart, and whether both fell without a NaN (last
+tenth of the steps below the first).
 
 Run: python benchmarks/loss_curves.py demo --nproc 2 --steps 300   (writes
 benchmarks/results/loss-curves-demo.json and .svg; h200-ep2 on two GPUs)
@@ -21,6 +22,8 @@ from equipoise.bench.results import results_folder, write_results
 
 MODES = {"off": ("--balance", "none"), "on": ("--balance.num-redundant-experts-per-rank",)}
 COLORS = {"off": "#1f5fbf", "on": "#d9480f"}
+APART = 1e-4
+"""A difference beyond the rounding of single steps; from there on the two runs route tokens differently."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 400, 60, 20, 40, 45
 
 
@@ -90,14 +93,13 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=600.0, help="of each run")
     parser.add_argument("--out", type=Path, help="of the JSON; the figure lies beside it")
-    parser.add_argument("more", nargs="*", help="options of `equipoise train`, behind --")
-    options = parser.parse_args()
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    own, more = sys.argv[1:split], sys.argv[split + 1 :]
+    options = parser.parse_args(own)
     rows: list[dict[str, Any]] = []
     losses: dict[str, list[float]] = {}
     for mode in MODES:
-        records = train(
-            options.recipe, options.nproc, options.steps, mode, options.slots, options.more, options.limit_s
-        )
+        records = train(options.recipe, options.nproc, options.steps, mode, options.slots, more, options.limit_s)
         losses[mode] = [record["loss"] for record in records]
         fields = ("step", "loss", "rank_imbalance", "rank_imbalance_after", "balance_copies")
         rows += [{"mode": mode} | {key: record[key] for key in fields if key in record} for record in records]
@@ -106,6 +108,7 @@ def main() -> None:
     summary = {
         "steps": len(differences),
         "largest_difference": max(differences),
+        "first_step_apart": next((step for step, x in enumerate(differences, 1) if x > APART), None),
         "both_fall": all(map(falls, losses.values())),
     }
     out = options.out or results_folder() / f"loss-curves-{options.recipe}.json"

@@ -127,6 +127,12 @@ def transfers(bench: Bench) -> dict[str, Any]:
         us = bench.us(work)
         gbps = summary["pull_gbps"][programs] = 4 * EXPERT * slots / us / 1e3
         bench.add("pull", programs=programs, megabytes=4 * EXPERT * slots / 1e6, us=us, gbps=gbps)
+    for block, warps in ((4096, 16), (8192, 8), (8192, 16), (16384, 16)):
+        last = bench.masters, 16, block, warps
+        us = bench.us(
+            partial(peers.push_weights, bench.space.signals, push, slot_expert, [masters], True, weights_P, *last)
+        )
+        bench.add("push of other blocks", programs=16, block=block, warps=warps, gbps=2 * EXPERT * slots / us / 1e3)
     return summary
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,7 +32,18 @@ from equipoise.train.step import moe_layers
 from equipoise.train.trainer import Trainer
 
 TIMEOUT_S = 3.0
-STEPS, EVERY, DIES_AT = 7, 2, 6
+
+
+class Schedule(NamedTuple):
+    """Steps of a run, steps between checkpoints, and the step in which a rank is killed."""
+
+    steps: int
+    every: int
+    dies_at: int
+
+
+SCHEDULES = {"collective": Schedule(7, 2, 6), "symmetric": Schedule(3, 1, 3)}
+"""By transport: Triton's interpreter is slow."""
 ON_CPU = {"EQUIPOISE_ACCELERATOR": "cpu"}
 needs_interpreter = pytest.mark.skipif(
     triton_problem("cpu") is not None, reason="Triton's interpreter is off or missing"
@@ -77,9 +88,14 @@ def run_config(num_ranks: int, timeout_s: float = 60, transport: str = "collecti
         parallel=ParallelConfig(
             ep_size=num_ranks, timeout_s=timeout_s, dispatcher="symmetric" if transport == "symmetric" else "auto"
         ),
-        train=LoopConfig(steps=STEPS, global_batch_size=2 * num_ranks, micro_batch_size=1, sequence_length=8),
+        train=LoopConfig(
+            steps=SCHEDULES[transport].steps,
+            global_batch_size=(2 if transport == "collective" else 1) * num_ranks,
+            micro_batch_size=1,
+            sequence_length=8,
+        ),
         optimizer=OptimizerConfig(warmup_steps=0),
-        checkpoint=CheckpointConfig(every=EVERY, keep_last=0, async_save=False),
+        checkpoint=CheckpointConfig(every=SCHEDULES[transport].every, keep_last=0, async_save=False),
         balance=BalanceConfig(tolerance=0.0, num_redundant_experts_per_rank=2, transport=transport),  # type: ignore[arg-type]
     )
 
@@ -182,7 +198,9 @@ def train_or_die(folder: Path, dies: bool, transport: str = "collective") -> Non
         if transport == "symmetric":
             die_in_the_kernel()
         else:
-            on_transfer("push_weights", DIES_AT, lambda pending: os.kill(os.getpid(), signal.SIGKILL))
+            on_transfer(
+                "push_weights", SCHEDULES[transport].dies_at, lambda pending: os.kill(os.getpid(), signal.SIGKILL)
+            )
     run_training(run_config(2, 20, transport), folder, [], resume=True)
 
 
@@ -191,10 +209,11 @@ def die_in_the_kernel() -> None:
     push = symmetric.push_weights
 
     def push_and_die(*args: Any) -> None:
-        if present[0] == DIES_AT and torch._C._current_graph_task_id() != -1:
+        is_time = present[0] == SCHEDULES["symmetric"].dies_at and torch._C._current_graph_task_id() != -1
+        if is_time:
             threading.Timer(0.003, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         push(*args)
-        if present[0] == DIES_AT and torch._C._current_graph_task_id() != -1:
+        if is_time:
             time.sleep(1)
 
     present = note_steps()
@@ -224,8 +243,10 @@ def test_a_run_killed_in_the_middle_of_a_step_goes_on_with_the_losses_of_one_tha
     assert survivor.exit_code == 1, survivor.output
     assert "RankFailure" in survivor.traceback
     assert ("rank 1 (host " if transport == "collective" else "waited for rank 1") in survivor.traceback
-    assert [record["step"] for record in records(killed)] == list(range(1, DIES_AT))
-    assert sorted(path.name for path in (killed / "checkpoints").glob("step-*")) == ["step-00000002", "step-00000004"]
+    _, every, dies_at = SCHEDULES[transport]
+    assert [record["step"] for record in records(killed)] == list(range(1, dies_at))
+    saved = [f"step-{step:08}" for step in range(every, dies_at, every)]
+    assert sorted(path.name for path in (killed / "checkpoints").glob("step-*")) == saved
     for folder in (killed, whole):
         run_ranks(train_or_die, 2, folder, False, transport, **run)  # type: ignore[arg-type]
     want = records(whole)

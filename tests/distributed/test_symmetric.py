@@ -19,7 +19,7 @@ from distributed.parity import relative
 from distributed.rig import Outcomes, run_scenarios
 from distributed.test_balance_runtime import Layers, compare, run_checkpointed, train
 from distributed.test_dispatch import ROUTINGS
-from equipoise.balance import Balancer, PlannerSettings, complete_plan
+from equipoise.balance import Balancer, Placement, PlannerSettings, check_placement, complete_plan
 from equipoise.balance.device_planner import ExchangingPlanner
 from equipoise.balance.planner_host import plan_load
 from equipoise.balance.replicas import Copies, replicas_of
@@ -232,12 +232,15 @@ def loads(num_ranks: int) -> list[torch.Tensor]:
 
 
 def exchanged_plans(world: World, meshes: Meshes) -> list[str]:
-    """Parts of plans that differ from those of the host, for loads one after the other."""
-    chosen = PlannerSettings(2, 0.0)
+    """Parts of plans that differ from those of the host, for loads one after the other; of four ranks with replicas
+    confined to two domains."""
+    chosen = PlannerSettings(2, 0.0, domain_size=2 if world.size == 4 else 0)
     planner = ExchangingPlanner(make_space(meshes), E, chosen)
     differing = []
     for index, load_PE in enumerate(loads(world.size)):
         made = planner(load_PE[world.rank].int().contiguous())
+        if chosen.domain_size:
+            check_placement(Placement(made.slot_expert, made.quota, world.size, E), load_PE.sum(0), chosen.domain_size)
         placement = plan_load(load_PE.sum(0), world.size, chosen)
         plans = [complete_plan(placement, load_PE, rank) for rank in range(world.size)]
         mine = plans[world.rank]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from equipoise.kernels.launching import launch as run_kernel
 from equipoise.kernels.streams import synchronize
 
 CHANNELS = 256
@@ -202,7 +203,8 @@ def _transfer(
     from equipoise.kernels.transfer_triton import transfer_kernel
 
     (programs, block, warps), S = launch, slot_expert.numel()
-    transfer_kernel[(programs,)](
+    num_steps, step = _steps(experts.num_bytes // item_bytes)
+    arguments = (
         signals.control,
         signals.pads_P,
         channel,
@@ -212,7 +214,14 @@ def _transfer(
         slots_P if experts.table is None else experts.table,
         slots_P,
         experts.num_bytes,
-        *_steps(experts.num_bytes // item_bytes),
+        num_steps,
+    )
+    run_kernel(
+        transfer_kernel,
+        programs,
+        arguments,
+        warps,
+        STEP=step,
         IS_PULL=is_pull,
         DTYPE=getattr(tl, dtype),
         SLOT_DTYPE=tl.float32 if is_pull else getattr(tl, dtype),
@@ -226,5 +235,4 @@ def _transfer(
         P=signals.num_ranks,
         P_PAD=padded(signals.num_ranks),
         BLOCK=block,
-        num_warps=warps,
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from equipoise.kernels.launching import launch
 from equipoise.kernels.peers import Signals
 from equipoise.kernels.triton_support import triton_problem
 
@@ -179,8 +180,8 @@ def _launch(
     parts = -(-(M + R) // FINISHER_LOCALS)
     own_sums = P * E <= MAX_OWN_SUMS
     exchangers, summers = 0 if exchanged is None else P, 0 if own_sums else -(-E // COLUMNS.value)
-    grid = (exchangers + summers + num_targets * num_variants + 2 * parts * P,)
-    plan_kernel[grid](
+    grid = exchangers + summers + num_targets * num_variants + 2 * parts * P
+    arguments = (
         load,
         rules_V4,
         steps_K,
@@ -192,6 +193,12 @@ def _launch(
         terms.min_tokens,
         terms.copy_tokens,
         num_targets,
+    )
+    launch(
+        plan_kernel,
+        grid,
+        arguments,
+        1,
         P=P,
         E=E,
         R=R,
@@ -211,7 +218,6 @@ def _launch(
         MASTER_BITS=masters_pad.bit_length() - 1,
         HAS_EXCHANGE=exchanged is not None,
         E_PAD=max(_padded(E), 2),
-        num_warps=1,
     )
 
 

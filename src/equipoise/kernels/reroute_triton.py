@@ -13,10 +13,13 @@ Shapes: T tokens, K slots per token, B blocks of slots, E experts (or destinatio
 rank, J = P * (M + R) physical experts.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from equipoise.kernels.launching import launch
 from equipoise.kernels.permute import Permutation
 
 BLOCK_SLOTS = 128
@@ -254,7 +257,7 @@ def _launch(
         parts = triton.cdiv(J, chunk)
     block_j = max(triton.next_power_of_2(J), 16)
     has_plan, is_scanned = plan is not None, num_blocks * block_e > MOST_UNSCANNED_COUNTS
-    _count_kernel[(num_blocks + parts,)](
+    arguments: tuple[Any, ...] = (
         ids_TK,
         scratch,
         slot_expert,
@@ -274,11 +277,11 @@ def _launch(
         block_e,
         block_j,
         chunk,
-        num_warps=4,
     )
+    launch(_count_kernel, num_blocks + parts, arguments, 4)
     if is_scanned:
-        _scan_kernel[(block_e // 4,)](scratch, num_blocks, block_e, 4, 512, num_warps=4)
-    _place_kernel[(num_blocks,)](
+        launch(_scan_kernel, block_e // 4, (scratch, num_blocks, block_e, 4, 512), 4)
+    arguments = (
         ids_TK,
         scratch,
         table,
@@ -299,8 +302,8 @@ def _launch(
         (J.bit_length() + 1) // 2,
         max(1, 8192 // block_e),
         32,
-        num_warps=4,
     )
+    launch(_place_kernel, num_blocks, arguments, 4)
     return physical_TK, slot_R, row_TK, valid_TK, total
 
 

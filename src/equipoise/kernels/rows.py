@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from equipoise.kernels.launching import launch
 from equipoise.kernels.peers import Signals, Words, padded, words_of
 
 RowMaker = Callable[[torch.dtype], torch.Tensor]
@@ -102,8 +103,8 @@ def _block(width: int, most: int) -> int:
 
 def _run(kernel: Any, exchange: Exchange, *arguments: Any, **constants: Any) -> None:
     """Launches an exchange: what all of them take, then their own."""
-    signals, piece, launch = exchange.signals, exchange.piece, exchange.launch
-    kernel[(launch.programs,)](
+    signals, piece, grid = exchange.signals, exchange.piece, exchange.launch
+    common = (
         signals.control,
         signals.pads_P,
         exchange.channel,
@@ -111,12 +112,9 @@ def _run(kernel: Any, exchange: Exchange, *arguments: Any, **constants: Any) -> 
         piece.number,
         piece.addresses_P,
         piece.num_bytes,
-        *arguments,
-        **constants,
-        P=signals.num_ranks,
-        P_PAD=padded(signals.num_ranks),
-        num_warps=launch.warps,
     )
+    ranks = {"P": signals.num_ranks, "P_PAD": padded(signals.num_ranks)}
+    launch(kernel, grid.programs, (*common, *arguments), grid.warps, **constants, **ranks)
 
 
 def exchange_counts(
@@ -131,21 +129,9 @@ def exchange_counts(
     J = counts_J.numel()
     quota_J = torch.empty(J, dtype=torch.int32, device=counts_J.device)
     before_J = torch.empty_like(quota_J)
-    exchange_counts_kernel[(1,)](
-        signals.control,
-        signals.pads_P,
-        channel,
-        signals.rank,
-        tables_P,
-        counts_J,
-        quota_J,
-        before_J,
-        J,
-        padded(J),
-        signals.num_ranks,
-        padded(signals.num_ranks),
-        num_warps=4,
-    )
+    arguments = (signals.control, signals.pads_P, channel, signals.rank, tables_P, counts_J, quota_J, before_J)
+    sizes = {"J": J, "J_PAD": padded(J), "P": signals.num_ranks, "P_PAD": padded(signals.num_ranks)}
+    launch(exchange_counts_kernel, 1, arguments, 4, **sizes)
     return quota_J, before_J
 
 
@@ -199,7 +185,7 @@ def spread_rows(
     record_C: torch.Tensor,
     total: torch.Tensor,
     top_k: int,
-    launch: RowLaunch,
+    grid: RowLaunch,
     weights_C: torch.Tensor | None = None,
 ) -> None:
     """Heads' rows to the other places of their tokens here, in place; every row times its weight, if there are any."""
@@ -210,27 +196,19 @@ def spread_rows(
     _, W, rows = _row_words(rows_CD)
     if weights_C is not None:
         W, rows = rows_CD.shape[1], rows_CD
-    spread_rows_kernel[(launch.copies,)](
-        rows,
-        record_C,
-        record_C if weights_C is None else weights_C,
-        total,
-        K=top_k,
-        W=W,
-        HAS_WEIGHTS=weights_C is not None,
-        BLOCK=_block(W, 4096 if weights_C is not None else 2048),
-        num_warps=launch.warps,
-    )
+    has_weights = weights_C is not None
+    arguments = (rows, record_C, record_C if weights_C is None else weights_C, total)
+    block = _block(W, 4096 if has_weights else 2048)
+    launch(spread_rows_kernel, grid.copies, arguments, grid.warps, K=top_k, W=W, HAS_WEIGHTS=has_weights, BLOCK=block)
 
 
-def copy_rows(rows_RD: torch.Tensor, out_CD: torch.Tensor, total: torch.Tensor, launch: RowLaunch) -> None:
+def copy_rows(rows_RD: torch.Tensor, out_CD: torch.Tensor, total: torch.Tensor, grid: RowLaunch) -> None:
     """The first `total` rows into a piece."""
     from equipoise.kernels.rows_triton import copy_rows_kernel
 
     _, W, rows = _row_words(rows_RD)
-    copy_rows_kernel[(launch.copies,)](
-        rows, out_CD.view(rows.dtype), total, W=W, BLOCK=_block(W, 2048), num_warps=launch.warps
-    )
+    arguments = (rows, out_CD.view(rows.dtype), total)
+    launch(copy_rows_kernel, grid.copies, arguments, grid.warps, W=W, BLOCK=_block(W, 2048))
 
 
 def gather_rows(

@@ -207,6 +207,11 @@ def symmetric_space(
         if value == "symmetric"
     ]
     if meshes.sizes.ep == 1 or not asked:
+        if transport == "auto" and dispatcher == "auto" and meshes.sizes.ep > 1 and device.type != "cpu":
+            logger.info(
+                "balancing over messages: the host waits for the load in every layer. Where the GPUs of an EP group "
+                "reach each other, --parallel.dispatcher symmetric does without"
+            )
         return None
     problem = agreed_problem(meshes.ep, device, timeout_s)
     if problem is not None:
