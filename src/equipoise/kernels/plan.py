@@ -14,11 +14,11 @@ from equipoise.kernels.triton_support import triton_problem
 MAX_RANKS, MAX_EXPERTS, MAX_SLOTS = 256, 1024, 2**12
 """What one warp holds in registers: ranks, experts, and slots of all ranks."""
 
-FINISHER_LOCALS = 8
+FINISHER_LOCALS = 2
 """Physical experts of one program that writes the plan, a power of 2."""
 MAX_LANE_EXPERTS = 32
 """Experts in one lane up to which whole ranks are laid over a warp's lanes; else the lanes share them out."""
-COUNTERS = 432
+COUNTERS = 544
 """int64 at the beginning of the workspace that hold counters; see `kernels/plan_triton.py`."""
 MAX_OWN_SUMS = 1024
 """Largest load matrix that every candidate adds up by itself."""
@@ -179,7 +179,7 @@ def _launch(
     parts = -(-(M + R) // FINISHER_LOCALS)
     own_sums = P * E <= MAX_OWN_SUMS
     exchangers, summers = 0 if exchanged is None else P, 0 if own_sums else -(-E // COLUMNS.value)
-    grid = (exchangers + summers + num_targets * num_variants + 2 * parts * P,)
+    grid = (exchangers + summers + num_targets * num_variants + 2 * parts * P + 1,)
     plan_kernel[grid](
         load,
         rules_V4,

@@ -1,6 +1,6 @@
 """The plan kernel: one launch from the load matrix to a rank's whole plan. See `kernels/plan.py` for the contract.
 
-Programs of one warp in three roles, in order of program id, so that each waits for lower ids only: they are dispatched
+Programs of one warp in five roles, in order of program id, so that each waits for lower ids only: they are dispatched
 first and wait for nobody higher, hence no deadlock (and Triton's interpreter, which runs one after another, works).
 That is why these waits have no limit. The one for other ranks' counts has: it may be in vain.
 
@@ -10,6 +10,7 @@ That is why these waits have no limit. The one for other ranks' counts has: it m
     candidates  one (target, rule) each: makes its moves in registers, logs them, offers its key to the best
     finishers   several per rank: read the winner's log and write quotas and sends, or receives, of a few of that rank's
                 physical experts; a warp takes long over many
+    sweeper     one, the last: when all have read them, sets the counters to what the next launch must find
 
 Where LANES, ranks lie along the lanes and all experts of a rank in one lane. A choice is a reduction of integers over
 one warp, of value and index packed into one: int32, which the hardware does in one instruction, while loads leave
@@ -34,10 +35,10 @@ PPM = tl.constexpr(1_000_000)
 COLUMNS = tl.constexpr(16)
 """Experts that one summer adds up."""
 
-BEST, SUMMED, ARRIVED, FINISHED, EXCHANGED, LOAD = (tl.constexpr(16 * k) for k in (0, 16, 24, 25, 26, 27))
+BEST, SUMMED, ARRIVED, FINISHED, EXCHANGED, LOAD = (tl.constexpr(16 * k) for k in (0, 16, 24, 32, 33, 34))
 """Where the workspace (int64) holds what: the best offer and counters, each on its own cache line, then load_E (int32),
 then the logs (int64 [candidates, S])."""
-BEST_COPIES, SUMMED_COPIES, COUNTERS_PAD = tl.constexpr(16), tl.constexpr(8), tl.constexpr(32)
+BEST_COPIES, SUMMED_COPIES, ARRIVED_COPIES, COUNTERS_PAD = (tl.constexpr(n) for n in (16, 8, 8, 64))
 """What hundreds of programs read over and over lies there several times, for some of them each: reads of one address
 take turns, and took as long as the moves."""
 
@@ -284,51 +285,74 @@ def _run_candidate(
 
 
 @triton.jit
-def _instances(owner, local_L, moves, load_ptr, load_E_ptr, P: tl.constexpr, E: tl.constexpr, R: tl.constexpr):
-    """The physical experts of rank `owner`: expert (-1: free slot), quota, own tokens, start on the expert's line, and
-    the master's own tokens."""
+def _write(
+    owner, source, local_L, is_send, log_ptr, copies, one, load_ptr, load_E_ptr,
+    slot_expert_ptr, quota_ptr, send_ptr, recv_ptr, before_ptr,
+    P: tl.constexpr, E: tl.constexpr, R: tl.constexpr, P_PAD: tl.constexpr, S_PAD: tl.constexpr,
+    HAS_EXCHANGE: tl.constexpr,
+):  # fmt: skip
+    """Some physical experts of rank `owner`: who they are, their quotas, and what rank `source` sends to them; see
+    balance/splits.py. Everything is loaded before anything is added up: one wait for the memory after that for the log.
+    """
     M: tl.constexpr = E // P
-    expert_S, slot_S, tokens_S, own_S = moves
+    S: tl.constexpr = max(P * R, 1)
+    # Experts by moves from the start, and all loads alike: nothing is laid over the lanes anew.
+    move_LS = tl.broadcast_to(tl.arange(0, S_PAD)[None, :], [local_L.shape[0], S_PAD])
+    is_move_LS = move_LS < copies
+    entry_LS = tl.load(log_ptr + move_LS * one, mask=is_move_LS, other=0)
+    code_LS = (entry_LS & 0xFFFFFFFF).to(tl.int32)
+    tokens_LS = (entry_LS >> 32).to(tl.int32)
+    expert_LS = tl.where(is_move_LS, code_LS // S, -1)
+    slot_LS = tl.where(is_move_LS, code_LS % S, -1)
+    slot_rank_LS = slot_LS // max(R, 1)
+    own_LS = tl.load(load_ptr + slot_rank_LS * E + expert_LS, mask=is_move_LS, other=0)
+
+    is_local_L = local_L < M + R
     is_master_L = local_L < M
     slot_L = owner * R + local_L - M
-    is_here_LS = (slot_S[None, :] == slot_L[:, None]) & (~is_master_L & (local_L < M + R))[:, None]
-    hosted_L = tl.sum(tl.where(is_here_LS, expert_S[None, :] + 1, 0), 1) - 1
+    is_here_LS = (slot_LS == slot_L[:, None]) & (~is_master_L & is_local_L)[:, None]
+    hosted_L = tl.sum(tl.where(is_here_LS, expert_LS + 1, 0), 1) - 1
     expert_L = tl.where(is_master_L, owner * M + local_L, hosted_L)
     is_used_L = expert_L >= 0
-    is_same_LS = expert_S[None, :] == tl.where(is_used_L, expert_L, -2)[:, None]
-    moved_L = tl.sum(tl.where(is_same_LS, tokens_S[None, :], 0), 1)
-    kept_L = tl.load(load_E_ptr + expert_L, mask=is_used_L, other=0) - moved_L
-    home_own_L = tl.load(load_ptr + (expert_L // M) * E + expert_L, mask=is_used_L, other=0)
-    home_own_L = tl.minimum(home_own_L, kept_L)
-    quota_L = tl.where(is_master_L, kept_L, tl.sum(tl.where(is_here_LS, tokens_S[None, :], 0), 1))
-    own_L = tl.where(is_master_L, home_own_L, tl.sum(tl.where(is_here_LS, own_S[None, :], 0), 1))
-    is_earlier_LS = is_same_LS & (slot_S[None, :] < slot_L[:, None])
-    first_L = kept_L - home_own_L + tl.sum(tl.where(is_earlier_LS, (tokens_S - own_S)[None, :], 0), 1)
-    return expert_L, quota_L, own_L, tl.where(is_master_L, 0, first_L), home_own_L
-
-
-@triton.jit
-def _sent(source, owner, instances, moves, load_ptr, P: tl.constexpr, E: tl.constexpr, P_PAD: tl.constexpr):
-    """int32 [L], twice: tokens that rank `source` sends to each physical expert of rank `owner`, and those that the
-    ranks before it send there; see balance/splits.py."""
-    expert_S, slot_rank_S, own_S = moves
-    expert_L, quota_L, own_L, first_L, home_own_L = instances
-    is_used_L = expert_L >= 0
-    home_L = expert_L // (E // P)
-    is_same_LS = expert_S[None, :] == tl.where(is_used_L, expert_L, -2)[:, None]
-    earlier_LS = is_same_LS & (slot_rank_S < source)[None, :]
-    here_LS = is_same_LS & (slot_rank_S == source)[None, :]
-    earlier_own_L = tl.sum(tl.where(earlier_LS, own_S[None, :], 0), 1) + tl.where(home_L < source, home_own_L, 0)
-    here_own_L = tl.sum(tl.where(here_LS, own_S[None, :], 0), 1) + tl.where(home_L == source, home_own_L, 0)
+    home_L = expert_L // M
+    load_L = tl.load(load_E_ptr + expert_L, mask=is_used_L, other=0)
+    home_own_L = tl.load(load_ptr + home_L * E + expert_L, mask=is_used_L, other=0)
+    source_L = tl.load(load_ptr + source * E + expert_L, mask=is_used_L, other=0)
     rank_P = tl.arange(0, P_PAD)
     column_LP = load_ptr + rank_P[None, :] * E + expert_L[:, None]
-    before_L = tl.sum(tl.load(column_LP, mask=is_used_L[:, None] & (rank_P < source)[None, :], other=0), 1)
-    start_L = before_L - earlier_own_L
-    rest_L = tl.load(load_ptr + source * E + expert_L, mask=is_used_L, other=0) - here_own_L
-    end_L = tl.minimum(start_L + rest_L, first_L + quota_L - own_L)
+    column_LP = tl.load(column_LP, mask=is_used_L[:, None] & (rank_P < source)[None, :], other=0)
+
+    own_LS = tl.minimum(own_LS, tokens_LS)
+    is_same_LS = expert_LS == tl.where(is_used_L, expert_L, -2)[:, None]
+    kept_L = load_L - tl.sum(tl.where(is_same_LS, tokens_LS, 0), 1)
+    home_own_L = tl.minimum(home_own_L, kept_L)
+    quota_L = tl.where(is_master_L, kept_L, tl.sum(tl.where(is_here_LS, tokens_LS, 0), 1))
+    own_L = tl.where(is_master_L, home_own_L, tl.sum(tl.where(is_here_LS, own_LS, 0), 1))
+    is_earlier_LS = is_same_LS & (slot_LS < slot_L[:, None])
+    first_L = kept_L - home_own_L + tl.sum(tl.where(is_earlier_LS, tokens_LS - own_LS, 0), 1)
+    first_L = tl.where(is_master_L, 0, first_L)
+
+    earlier_own_LS = tl.where(slot_rank_LS < source, own_LS, 0)
+    here_own_LS = tl.where(slot_rank_LS == source, own_LS, 0)
+    earlier_own_L = tl.sum(tl.where(is_same_LS, earlier_own_LS, 0), 1)
+    earlier_own_L += tl.where(home_L < source, home_own_L, 0)
+    here_own_L = tl.sum(tl.where(is_same_LS, here_own_LS, 0), 1)
+    here_own_L += tl.where(home_L == source, home_own_L, 0)
+    start_L = tl.sum(column_LP, 1) - earlier_own_L
+    end_L = tl.minimum(start_L + source_L - here_own_L, first_L + quota_L - own_L)
     sent_L = tl.maximum(end_L - tl.maximum(start_L, first_L), 0) + tl.where(source == owner, own_L, 0)
-    before_L = tl.minimum(tl.maximum(start_L - first_L, 0), quota_L - own_L) + tl.where(owner < source, own_L, 0)
-    return sent_L, before_L
+
+    at_L = tl.where(is_send, owner, source) * (M + R) + local_L
+    if is_send:
+        tl.store(slot_expert_ptr + slot_L, expert_L, mask=~is_master_L & is_local_L)
+        tl.store(quota_ptr + at_L, quota_L, mask=is_local_L)
+        tl.store(send_ptr + at_L, sent_L, mask=is_local_L)
+        if HAS_EXCHANGE:
+            before_L = tl.minimum(tl.maximum(start_L - first_L, 0), quota_L - own_L)
+            before_L += tl.where(owner < source, own_L, 0)
+            tl.store(before_ptr + at_L, before_L, mask=is_local_L)
+    else:
+        tl.store(recv_ptr + at_L, sent_L, mask=is_local_L)
 
 
 @triton.jit
@@ -405,7 +429,10 @@ def plan_kernel(
     S: tl.constexpr = P * R
     EXCHANGERS: tl.constexpr = P if HAS_EXCHANGE else 0
     SUMMERS: tl.constexpr = 0 if OWN_SUMS else (E + COLUMNS - 1) // COLUMNS
+    FINISHERS: tl.constexpr = 2 * PARTS * P
     num_candidates = num_targets * NUM_VARIANTS
+    # A 1 that the compiler does not know hides what are neighbours in memory, over which it would lay the lanes.
+    one = 1 - (num_targets >> 30)
     load_E_ptr = (workspace_ptr + LOAD).to(tl.pointer_type(tl.int32))
     logs_ptr = workspace_ptr + LOAD + E
     run = tl.zeros([], tl.int64)
@@ -447,12 +474,7 @@ def plan_kernel(
         step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
         rank_P = tl.arange(0, P_PAD)
         master_M = tl.arange(0, M_PAD)
-        stride = 1
-        if LANES:
-            # A 1 that the compiler does not know hides that masters are neighbours in memory, over which it would lay
-            # the lanes.
-            stride = 1 - (num_targets >> 30)
-        expert_PM = rank_P[:, None] * M + (master_M * stride)[None, :]
+        expert_PM = rank_P[:, None] * M + (master_M * (one if LANES else 1))[None, :]
         is_expert_PM = (rank_P < P)[:, None] & (master_M < M)[None, :]
         if OWN_SUMS:
             if HAS_EXCHANGE:
@@ -503,53 +525,32 @@ def plan_kernel(
             reached = (is_reached.to(tl.int64) << REACHED_BITS) + FIRST
             arrived += tl.where(number == 1, reached, 0)
         tl.debug_barrier()
-        tl.atomic_add(workspace_ptr + ARRIVED, arrived, sem="release")
-    else:
+        tl.atomic_add(workspace_ptr + ARRIVED + 16 * tl.arange(0, ARRIVED_COPIES), arrived, sem="release")
+    elif pid < SUMMERS + num_candidates + FINISHERS:
         finisher = pid - SUMMERS - num_candidates
         this = finisher // (2 * PARTS)
         part = finisher % PARTS
-        _await_winner(workspace_ptr + ARRIVED, num_candidates, NUM_VARIANTS)
+        _await_winner(workspace_ptr + ARRIVED + 16 * (finisher % ARRIVED_COPIES), num_candidates, NUM_VARIANTS)
         key = tl.load(workspace_ptr + BEST) ^ KEY_MAX
-        # In a lane of a vector, so that nobody waits for the count before the end. The key is never negative; that the
-        # count depends on it keeps the order.
-        lane = tl.arange(0, 32)
-        count = tl.atomic_add(workspace_ptr + FINISHED + lane, 1, mask=lane < tl.where(key >= 0, 1, 0), sem="relaxed")
+        # The key is never negative; that the count depends on it keeps the order.
+        tl.atomic_add(workspace_ptr + FINISHED, 1, mask=key >= 0, sem="relaxed")
         variant = (key & VARIANT_MASK).to(tl.int32)
         copies = ((key >> VARIANT_BITS) & COPIES_MASK).to(tl.int32)
         number = ((key >> (VARIANT_BITS + COPIES_BITS)) & NUMBER_MASK).to(tl.int32)
         index = tl.maximum(number - 1, 0) * NUM_VARIANTS + variant
-        move_S = tl.arange(0, S_PAD)
-        is_move_S = move_S < copies
-        entry_S = tl.load(logs_ptr + index.to(tl.int64) * S + move_S, mask=is_move_S, other=0)
-        code_S = (entry_S & 0xFFFFFFFF).to(tl.int32)
-        tokens_S = (entry_S >> 32).to(tl.int32)
-        expert_S = tl.where(is_move_S, code_S // max(S, 1), -1)
-        slot_S = tl.where(is_move_S, code_S % max(S, 1), -1)
-        slot_rank_S = slot_S // max(R, 1)
-        own_S = tl.load(load_ptr + slot_rank_S * E + expert_S, mask=is_move_S, other=0)
-        own_S = tl.minimum(own_S, tokens_S)
-
-        moves = (expert_S, slot_S, tokens_S, own_S)
-        owns = (expert_S, slot_rank_S, own_S)
-        local_L = part * LOCALS + tl.arange(0, LOCALS)
-        is_local_L = local_L < M + R
-        at_L = this * (M + R) + local_L
-        if finisher // PARTS % 2 == 0:
-            there = _instances(this, local_L, moves, load_ptr, load_E_ptr, P, E, R)
-            tl.store(slot_expert_ptr + this * R + local_L - M, there[0], mask=(local_L >= M) & is_local_L)
-            tl.store(quota_ptr + at_L, there[1], mask=is_local_L)
-            sent_L, before_L = _sent(rank, this, there, owns, load_ptr, P, E, P_PAD)
-            tl.store(send_ptr + at_L, sent_L, mask=is_local_L)
-            if HAS_EXCHANGE:
-                tl.store(before_ptr + at_L, before_L, mask=is_local_L)
-        else:
-            here = _instances(rank, local_L, moves, load_ptr, load_E_ptr, P, E, R)
-            tl.store(recv_ptr + at_L, _sent(this, rank, here, owns, load_ptr, P, E, P_PAD)[0], mask=is_local_L)
-        # The one who knows that all have read what the next launch must find at 0 resets it, when all have ended.
-        if tl.max(tl.where(lane == 0, count.to(tl.int32), -1), 0) == 2 * PARTS * P - 1:
-            while (tl.load(workspace_ptr + ARRIVED, volatile=True) & FIELD_MASK) < num_candidates:
-                pass
-            cell = tl.arange(0, COUNTERS_PAD)
-            tl.store(workspace_ptr + 16 * cell, tl.zeros([COUNTERS_PAD], tl.int64), mask=cell < LOAD // 16)
-            if HAS_EXCHANGE:
-                tl.store(control_ptr + (channel + 1) * WORDS, run)
+        is_send = finisher // PARTS % 2 == 0
+        _write(
+            tl.where(is_send, this, rank), tl.where(is_send, rank, this), part * LOCALS + tl.arange(0, LOCALS), is_send,
+            logs_ptr + index.to(tl.int64) * S, copies, one, load_ptr, load_E_ptr,
+            slot_expert_ptr, quota_ptr, send_ptr, recv_ptr, before_ptr, P, E, R, P_PAD, S_PAD, HAS_EXCHANGE,
+        )  # fmt: skip
+    else:
+        arrived_ptr = workspace_ptr + ARRIVED + 16 * tl.arange(0, ARRIVED_COPIES)
+        while tl.min(tl.load(arrived_ptr, volatile=True) & FIELD_MASK, 0) < num_candidates:
+            pass
+        while tl.load(workspace_ptr + FINISHED, volatile=True) < FINISHERS:
+            pass
+        cell = tl.arange(0, COUNTERS_PAD)
+        tl.store(workspace_ptr + 16 * cell, tl.zeros([COUNTERS_PAD], tl.int64), mask=cell < LOAD // 16)
+        if HAS_EXCHANGE:
+            tl.store(control_ptr + (channel + 1) * WORDS, run)
