@@ -8,7 +8,7 @@ from equipoise.balance import PlannerSettings, check_plan, complete_plan, device
 from equipoise.balance.device_planner import DevicePlanner
 from equipoise.balance.planner_host import plan_load
 from equipoise.balance.quality import Size, synthetic_loads
-from equipoise.kernels.plan import PlanTables, PlanTerms, make_plan_workspace, plan, plan_problem
+from equipoise.kernels.plan import COUNTERS, PlanTables, PlanTerms, make_plan_workspace, plan, plan_problem
 from equipoise.kernels.triton_support import triton_problem
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def test_interpreted_kernel_gives_the_reference_plan(case: str, few_targets) -> 
 @pytest.mark.parametrize("case", ["one token", "slots for every master", "huge, all over", "copies cost, least quota"])
 def test_ranks_shared_out_among_lanes_give_the_reference_plan(case: str, few_targets, monkeypatch) -> None:
     """The form for many ranks, here of few."""
-    monkeypatch.setattr("equipoise.kernels.plan.MAX_LANES", 0)
+    monkeypatch.setattr("equipoise.kernels.plan.MAX_LANE_EXPERTS", 0)
     monkeypatch.setattr("equipoise.kernels.plan.MAX_OWN_SUMS", 0)
     load_PE, chosen = CASES[case]
     assert differing(DevicePlanner()(load_PE, 0, chosen), reference(load_PE, 0, chosen)) == []
@@ -103,7 +103,7 @@ def test_workspace_is_left_as_it_was_found(few_targets) -> None:
         parts = plan(load_PE, tables, terms)
         for name, part in zip(PARTS, parts):
             assert torch.equal(part, getattr(reference(load_PE, 1, chosen), name))
-        assert not workspace[:64].any()
+        assert not workspace[:COUNTERS].any()
 
 
 def test_operator_is_traced_without_running() -> None:

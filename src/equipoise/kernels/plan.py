@@ -15,12 +15,12 @@ from equipoise.kernels.triton_support import triton_problem
 MAX_RANKS, MAX_EXPERTS, MAX_SLOTS = 256, 1024, 2**12
 """What one warp holds in registers: ranks, experts, and slots of all ranks."""
 
-FINISHER_LOCALS = 8
+FINISHER_LOCALS = 2
 """Physical experts of one program that writes the plan, a power of 2."""
-OFFER_PERIOD = 1
-"""Moves after which a candidate looks at the best offer."""
-MAX_LANES = 32
-"""Ranks that are laid over a warp's lanes; of more, the lanes share each out among its experts."""
+MAX_LANE_EXPERTS = 32
+"""Experts in one lane up to which whole ranks are laid over a warp's lanes; else the lanes share them out."""
+COUNTERS = 544
+"""int64 at the beginning of the workspace that hold counters; see `kernels/plan_triton.py`."""
 MAX_OWN_SUMS = 1024
 """Largest load matrix that every candidate adds up by itself."""
 
@@ -48,7 +48,7 @@ def make_plan_workspace(
 
     Launches that can overlap, as on different streams, need one each.
     """
-    size = 64 + num_experts + num_candidates * num_ranks * num_slots
+    size = COUNTERS + num_experts + num_candidates * num_ranks * num_slots
     return torch.zeros(size, dtype=torch.int64, device=device)
 
 
@@ -168,7 +168,7 @@ def _launch(
     rules_V4, steps_K, workspace = tables
     R, M = terms.num_slots, E // P
     num_targets, num_variants = steps_K.numel() + 1, rules_V4.shape[0]
-    assert workspace.numel() >= 64 + E + num_targets * num_variants * P * R, "the workspace is another problem's"
+    assert workspace.numel() >= COUNTERS + E + num_targets * num_variants * P * R, "the workspace is another problem's"
     if exchanged is None:  # other tensors stand in for what is not used
         more = (out[1], load, load, workspace, workspace, workspace, 0)
     else:
@@ -180,7 +180,7 @@ def _launch(
     parts = -(-(M + R) // FINISHER_LOCALS)
     own_sums = P * E <= MAX_OWN_SUMS
     exchangers, summers = 0 if exchanged is None else P, 0 if own_sums else -(-E // COLUMNS.value)
-    grid = exchangers + summers + num_targets * num_variants + 2 * parts * P
+    grid = exchangers + summers + num_targets * num_variants + 2 * parts * P + 1
     arguments = (
         load,
         rules_V4,
@@ -206,8 +206,7 @@ def _launch(
         NUM_VARIANTS=num_variants,
         OWN_SUMS=own_sums,
         HAS_COPY_TIME=terms.copy_tokens > 0,
-        OFFER_PERIOD=OFFER_PERIOD,
-        LANES=rank_pad <= MAX_LANES,
+        LANES=rank_pad * masters_pad <= 32 * MAX_LANE_EXPERTS,
         P_PAD=rank_pad,
         M_PAD=masters_pad,
         LOCALS=FINISHER_LOCALS,

@@ -1,7 +1,8 @@
 """The plan kernel: one launch from the load matrix to a rank's whole plan. See `kernels/plan.py` for the contract.
 
-Programs of one warp in three roles, in order of program id, so that each waits for lower ids only: they are dispatched
+Programs of one warp in five roles, in order of program id, so that each waits for lower ids only: they are dispatched
 first and wait for nobody higher, hence no deadlock (and Triton's interpreter, which runs one after another, works).
+That is why these waits have no limit. The one for other ranks' counts has: it may be in vain.
 
     exchangers  one per rank, where counts are exchanged here: counts to that peer, wait for the peer's
     summers     columns of the load matrix to load_E, 16 each; none where the matrix is so small that (OWN_SUMS) every
@@ -9,10 +10,11 @@ first and wait for nobody higher, hence no deadlock (and Triton's interpreter, w
     candidates  one (target, rule) each: makes its moves in registers, logs them, offers its key to the best
     finishers   several per rank: read the winner's log and write quotas and sends, or receives, of a few of that rank's
                 physical experts; a warp takes long over many
+    sweeper     one, the last: when all have read them, sets the counters to what the next launch must find
 
-Where LANES, ranks lie along the lanes and all experts of a rank in one lane. A choice is a reduction of int32 values
-over one warp, which the hardware does in one instruction. While loads leave enough high bits free, value and index
-share one integer and one reduction; otherwise (IS_WIDE) the same code takes two.
+Where LANES, ranks lie along the lanes and all experts of a rank in one lane. A choice is a reduction of integers over
+one warp, of value and index packed into one: int32, which the hardware does in one instruction, while loads leave
+enough high bits free; otherwise (IS_WIDE) the same code takes int64.
 
 Shapes: P ranks, E experts, M masters and R slots per rank, L = M + R locals (of a finisher: LOCALS), S moves at most.
 """
@@ -33,10 +35,34 @@ PPM = tl.constexpr(1_000_000)
 COLUMNS = tl.constexpr(16)
 """Experts that one summer adds up."""
 
-BEST, SUMMED, ARRIVED, FINISHED, LOAD = (tl.constexpr(16 * k) for k in range(5))
-EXCHANGED = tl.constexpr(8)
-"""Where the workspace (int64) holds what: the best offer (and a counter that nobody reads any more by then) and three
-counters, each on its own cache line, then load_E (int32), then the logs (int64 [candidates, S])."""
+BEST, SUMMED, ARRIVED, FINISHED, EXCHANGED, LOAD = (tl.constexpr(16 * k) for k in (0, 16, 24, 32, 33, 34))
+"""Where the workspace (int64) holds what: the best offer and counters, each on its own cache line, then load_E (int32),
+then the logs (int64 [candidates, S])."""
+BEST_COPIES, SUMMED_COPIES, ARRIVED_COPIES, COUNTERS_PAD = (tl.constexpr(n) for n in (16, 8, 8, 64))
+"""What hundreds of programs read over and over lies there several times, for some of them each: reads of one address
+take turns, and took as long as the moves."""
+
+FIRST_BITS, REACHED_BITS, FIRST = tl.constexpr(20), tl.constexpr(40), tl.constexpr(2**20)
+"""The counter ARRIVED holds three: candidates that have ended, those of the lowest target, those that reached it."""
+FIELD_MASK = tl.constexpr(2**20 - 1)
+
+
+@triton.jit
+def _acquire(counter_ptr):
+    """After a wait: nothing that is read from here on is older than what the wait has seen.
+
+    Triton 3.6 drops an atomic addition of nothing on NVIDIA, and ptxas then moves reads before the wait: the barrier
+    keeps them here. Programs read through no stale line, since they read nothing that others write before they wait.
+    """
+    tl.atomic_add(counter_ptr, 0, sem="acquire")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _offer(best_ptr, key):
+    """Makes it the best, in every copy, if it is."""
+    copy = tl.arange(0, BEST_COPIES)
+    tl.atomic_max(best_ptr + 16 * copy, tl.zeros([BEST_COPIES], tl.int64) + (key ^ KEY_MAX), sem="relaxed")
 
 
 @triton.jit
@@ -47,7 +73,19 @@ def _await(counter_ptr, enough):
     """
     while tl.load(counter_ptr, volatile=True) < enough:
         pass
-    tl.atomic_add(counter_ptr, 0, sem="acquire")
+    _acquire(counter_ptr)
+
+
+@triton.jit
+def _await_winner(counter_ptr, num_candidates, num_variants):
+    """Returns once the best offer is final: all candidates have ended, or those of the lowest target and one reached
+    it, since nobody has a lower score and equal scores go to the lower target."""
+    waits = num_candidates > 0
+    while waits:
+        seen = tl.load(counter_ptr, volatile=True)
+        is_decided = (((seen >> FIRST_BITS) & FIELD_MASK) == num_variants) & ((seen >> REACHED_BITS) > 0)
+        waits = ((seen & FIELD_MASK) < num_candidates) & (is_decided == 0)
+    _acquire(counter_ptr)
 
 
 @triton.jit
@@ -58,47 +96,45 @@ def _key(score, number, copies, variant):
 
 
 @triton.jit
-def _largest(value, code, BITS: tl.constexpr, IS_WIDE: tl.constexpr):
-    """The largest value and, of those that have it, the largest code (0 to 2 ** BITS - 1).
+def _pack(value, code, BITS: tl.constexpr, IS_WIDE: tl.constexpr):
+    """Value and index (0 to 2 ** BITS - 1) in one integer, so that one reduction finds both.
 
-    Unless IS_WIDE, |value| is below 2 ** (30 - BITS), and both are found by one reduction.
+    int32, where |value| is below 2 ** (30 - BITS); int64 if IS_WIDE.
     """
     if IS_WIDE:
-        best = tl.max(value)
-        return best, tl.max(tl.where(value == best, code, -1))
+        return (value.to(tl.int64) << BITS) + code
     else:
-        best = tl.max((value << BITS) + code)
-        return best >> BITS, best & ((1 << BITS) - 1)
+        return (value << BITS) + code
 
 
 @triton.jit
-def _closest(value, enough, code, CAP: tl.constexpr, BITS: tl.constexpr, IS_WIDE: tl.constexpr):
-    """The smallest value that is `enough`, else the largest, with the largest code. Values are 0 to CAP."""
-    key = tl.where(value >= enough, CAP - value, value - CAP - 1)
-    best, found = _largest(key, code, BITS, IS_WIDE)
-    return tl.where(best >= 0, CAP - best, best + CAP + 1), found
+def _unpack(packed, BITS: tl.constexpr):
+    return (packed >> BITS).to(tl.int32), (packed & ((1 << BITS) - 1)).to(tl.int32)
 
 
 @triton.jit
-def _lowest_target(home_MP, load_1P, is_rank_1P, tolerated, R: tl.constexpr, IS_WIDE: tl.constexpr):
+def _lowest_target(home_MP, load_P, is_rank_P, tolerated, R: tl.constexpr, IS_WIDE: tl.constexpr):
     """The larger of `tolerated` and the load below which slots cannot take every excess (int32).
 
     The surplus sum(min(t - load, hosted)) is concave in t, so Newton's steps from below never pass the crossing.
     """
-    code_MP = tl.arange(0, home_MP.shape[0])[:, None] * home_MP.shape[1] + tl.arange(0, home_MP.shape[1])[None, :]
+    M_PAD: tl.constexpr = home_MP.shape[0]
+    P_PAD: tl.constexpr = home_MP.shape[1]
+    code_MP = tl.arange(0, M_PAD)[:, None] * P_PAD + tl.arange(0, P_PAD)[None, :]
     hosted = 0
     left_MP = home_MP
     for _ in tl.static_range(R):
-        most, code = _largest(left_MP, code_MP, 0, True)
+        most = tl.max(tl.max(left_MP, 0), 0)
+        code = tl.max(tl.max(tl.where(left_MP == most, code_MP, -1), 0), 0)
         hosted += tl.maximum(most, 0)
         left_MP = tl.where(code_MP == code, -1, left_MP)
     target = tolerated
     surplus = tl.full([], -1, tl.int64)
     while surplus < 0:
-        room_1P = tl.where(is_rank_1P, target - load_1P, 0)
-        gain_1P = tl.minimum(room_1P, hosted)
-        surplus = tl.sum(gain_1P.to(tl.int64)) if IS_WIDE else tl.sum(gain_1P).to(tl.int64)
-        slope = tl.sum(((room_1P < hosted) & is_rank_1P).to(tl.int32))
+        room_P = tl.where(is_rank_P, target - load_P, 0)
+        gain_P = tl.minimum(room_P, hosted)
+        surplus = tl.sum(gain_P.to(tl.int64), 0) if IS_WIDE else tl.sum(gain_P, 0).to(tl.int64)
+        slope = tl.sum(((room_P < hosted) & is_rank_P).to(tl.int32), 0)
         if surplus < 0:
             target += ((slope - 1 - surplus) // slope).to(tl.int32)
     return target
@@ -107,10 +143,12 @@ def _lowest_target(home_MP, load_1P, is_rank_1P, tolerated, R: tl.constexpr, IS_
 @triton.jit
 def _run_candidate(
     best_ptr,
+    copy_ptr,
     log_ptr,
     home_MP,
-    load_1P,
-    rank_1P,
+    load_P,
+    rank_P,
+    master_M,
     tolerated,
     ceiling,
     number,
@@ -127,146 +165,194 @@ def _run_candidate(
     R: tl.constexpr,
     DOMAIN: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
-    OFFER_PERIOD: tl.constexpr,
-    LANES: tl.constexpr,
     RANK_BITS: tl.constexpr,
     SLOT_BITS: tl.constexpr,
     MASTER_BITS: tl.constexpr,
     CAP: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):
-    """One rule towards one target, as `run_candidates` of balance/planner.py; offers its key to `best_ptr`.
+    """One rule towards one target, as `run_candidates` of balance/planner.py; offers its key to `best_ptr`, of which it
+    reads the copy at `copy_ptr`. Returns whether no rank is above the target.
 
     `ceiling` is the score of moving nothing. A candidate ends as soon as its key cannot become the best any more.
     A rank's code is its complement, so that the lowest rank has the largest, with its free slots in the low bits.
+
+    A move is a chain of dependent steps, and its length is the time that a plan takes. One reduction is left in it, the
+    search of the receiver. All else is known or found beside it: the next giver is this one or the first of the others,
+    whose loads no move changes; how much moves depends on the giver's largest expert, not on which one moves.
     """
     LAST_RANK: tl.constexpr = (1 << RANK_BITS) - 1
     LAST_MASTER: tl.constexpr = (1 << MASTER_BITS) - 1
-    is_rank_1P = rank_1P < P
+    NONE: tl.constexpr = -(2**62) if IS_WIDE else -(2**30) - 1
+    ALL: tl.constexpr = 2**62 if IS_WIDE else 2**31 - 1
+    is_rank_P = rank_P < P
     target64 = tolerated.to(tl.int64)
     if number > 1:
-        start = _lowest_target(home_MP, load_1P, is_rank_1P, tolerated, R, IS_WIDE).to(tl.int64)
+        start = _lowest_target(home_MP, load_P, is_rank_P, tolerated, R, IS_WIDE).to(tl.int64)
         target64 = start + (start * step >> 20)
+    is_reached = target64 >= ceiling
     if target64 + copy_tokens < ceiling:
         target = target64.to(tl.int32)
-        room_1P = tl.where(is_rank_1P, target - load_1P, 0)
+        room_P = tl.where(is_rank_P, target - load_P, 0)
         # Made from the loads (whose sign is 0) so that the compiler lays them over the lanes alike.
-        free_1P = tl.where(is_rank_1P, R + (load_1P >> 31), 0)
-        sent_1P = tl.zeros_like(rank_1P)
-        code_1P = LAST_RANK - rank_1P
-        master_M1 = tl.arange(0, home_MP.shape[0])[:, None]
+        free_P = tl.where(is_rank_P, R + (load_P >> 31), 0)
+        sent_P = load_P >> 31
+        code_P = LAST_RANK - rank_P
         is_paired_rule = fill < 0
         fill = tl.where(is_paired_rule, R, fill)
         copies = 0
         offer = tl.full([], 0, tl.int64)
         busiest = 0
-        excess = 0
         space = 0
-        giver = 0
         receiver = 0
         slots_left = 0
         pair = sign > 2  # no
         live = sign < 2  # yes
+        worst, code = _unpack(
+            tl.max(tl.where(room_P < 0, _pack(-room_P * sign, code_P, RANK_BITS, IS_WIDE), NONE), 0), RANK_BITS
+        )
+        giver = LAST_RANK - code
+        excess = worst * sign
+        size_M = tl.sum(tl.where((rank_P == giver)[None, :], home_MP, 0), 1)
+        most = tl.max(size_M, 0)
         while live:
-            # Seldom enough that hundreds of candidates do not queue up at one address; on its way while a move is made.
-            offer = tl.load(best_ptr, mask=copies % OFFER_PERIOD == 0, other=offer, volatile=True)
-            worst, code = _largest(tl.where(room_1P < 0, -room_1P * sign, -CAP - 1), code_1P, RANK_BITS, IS_WIDE)
-            live = live & (worst != -CAP - 1)
-            giver = tl.where(pair, giver, LAST_RANK - code)
-            excess = tl.where(pair, excess, worst * sign)
-            if LANES:
-                size_M1 = tl.gather(home_MP, tl.zeros_like(master_M1) + giver, 1)  # a shuffle
-            else:
-                size_M1 = tl.sum(tl.where(rank_1P == giver, home_MP, 0), 1, keep_dims=True)
-            want = tl.maximum(excess, min_tokens)
+            # The best offer as it was a move ago: nobody waits for the memory.
+            bound = _key(target64 + busiest * copy_tokens, number, copies + 1, variant)
+            can_win = bound < (offer ^ KEY_MAX)
+            offer = tl.load(copy_ptr, volatile=True)
 
-            open_1P = tl.where(free_1P > 0, tl.maximum(room_1P, 0), 0)
+            is_giver_P = rank_P == giver
+            over_P = tl.where((room_P < 0) & (rank_P != giver), _pack(-room_P * sign, code_P, RANK_BITS, IS_WIDE), NONE)
+            other_key = tl.max(over_P, 0)
+
+            want = tl.maximum(excess, min_tokens)
+            enough = tl.where(is_fit, tl.minimum(want, most), threshold)
+            open_P = tl.where(free_P > 0, tl.maximum(room_P, 0), 0)
             if DOMAIN < P:
-                open_1P = tl.where(rank_1P // DOMAIN == giver // DOMAIN, open_1P, 0)
-            enough = tl.where(is_fit, tl.minimum(want, tl.max(size_M1)), threshold)
-            slots_code_1P = (code_1P << SLOT_BITS) + (free_1P if SLOT_BITS > 0 else 0)
-            next_space, code = _closest(open_1P, enough, slots_code_1P, CAP, RANK_BITS + SLOT_BITS, IS_WIDE)
+                open_P = tl.where(rank_P // DOMAIN == giver // DOMAIN, open_P, 0)
+            slots_code_P = (code_P << SLOT_BITS) + (free_P if SLOT_BITS > 0 else 0)
+            # The smallest room that is enough, else the largest.
+            fits_P = _pack(CAP - open_P, slots_code_P, RANK_BITS + SLOT_BITS, IS_WIDE)
+            short_P = _pack(open_P - CAP - 1, slots_code_P, RANK_BITS + SLOT_BITS, IS_WIDE)
+            closest, code = _unpack(tl.max(tl.where(open_P >= enough, fits_P, short_P), 0), RANK_BITS + SLOT_BITS)
             receiver = tl.where(pair, receiver, LAST_RANK - (code >> SLOT_BITS))
-            space = tl.where(pair, space, next_space)
+            space = tl.where(pair, space, CAP - (closest ^ (closest >> 31)))
             slots = tl.where(pair, slots_left, code & ((1 << SLOT_BITS) - 1)) if SLOT_BITS > 0 else 1
 
-            move = tl.where(slots <= fill, space, tl.minimum(want, space))
-            size, code = _closest(size_M1, move, LAST_MASTER - master_M1, CAP, MASTER_BITS, IS_WIDE)
-            master = LAST_MASTER - code
-            move = tl.minimum(move, size)
-            live = live & (move >= min_tokens)
+            other_worst, code = _unpack(other_key, RANK_BITS)
+            other = LAST_RANK - code
+            other_size_M = tl.sum(tl.where((rank_P == other)[None, :], home_MP, 0), 1)
+            other_most = tl.max(other_size_M, 0)
+
+            move = tl.minimum(tl.where(slots <= fill, space, tl.minimum(want, space)), most)
+            live = move >= min_tokens
             move = tl.where(live, move, 0)
+            # The smallest expert that has them.
+            sized_M = tl.where(size_M >= move, _pack(size_M, master_M, MASTER_BITS, IS_WIDE), ALL)
+            master = (tl.min(sized_M, 0) & LAST_MASTER).to(tl.int32)
 
             entry = (giver * M + master) * (P * R) + receiver * R + R - slots
             tl.store(log_ptr + copies, (move.to(tl.int64) << 32) + entry, mask=live)
             copies += live.to(tl.int32)
-            is_giver_1P = rank_1P == giver
-            is_receiver_1P = rank_1P == receiver
-            room_1P += tl.where(is_giver_1P, move, 0) - tl.where(is_receiver_1P, move, 0)
-            free_1P -= (is_receiver_1P & live).to(tl.int32)
-            home_MP -= tl.where(is_giver_1P & (master_M1 == master), move, 0)
+            is_receiver_P = rank_P == receiver
+            room_P += tl.where(is_giver_P, move, 0) - tl.where(is_receiver_P, move, 0)
+            free_P -= (is_receiver_P & live).to(tl.int32)
+            size_M -= tl.where(master_M == master, move, 0)
+            home_MP = tl.where(is_giver_P[None, :], size_M[:, None], home_MP)
             if HAS_COPY_TIME:
-                sent_1P += (is_giver_1P & live).to(tl.int32)
-                now = tl.maximum(tl.sum(tl.where(is_giver_1P, sent_1P, 0)), R - slots + 1)
+                sent_P += (is_giver_P & live).to(tl.int32)
+                now = tl.maximum(tl.sum(tl.where(is_giver_P, sent_P, 0), 0), R - slots + 1)
                 busiest = tl.where(live, tl.maximum(busiest, now), busiest)
             excess -= move
             space -= move
             slots_left = slots - 1
             pair = is_paired_rule & live & (space >= min_tokens) & (slots > 1)
-            bound = _key(target64 + busiest * copy_tokens, number, copies, variant)
-            live = live & (bound < (offer ^ KEY_MAX))
+
+            own_key = tl.where(excess > 0, _pack(excess * sign, LAST_RANK - giver, RANK_BITS, IS_WIDE), NONE)
+            stays = pair | (own_key > other_key)
+            live = live & can_win & (tl.maximum(own_key, other_key) != NONE)
+            giver = tl.where(stays, giver, other)
+            excess = tl.where(stays, excess, other_worst * sign)
+            most = tl.where(stays, tl.max(size_M, 0), other_most)
+            size_M = tl.where(stays, size_M, other_size_M)
         if copies > 0:
-            top = (target - tl.min(tl.where(is_rank_1P, room_1P, INT_MAX))).to(tl.int64)
+            top = (target - tl.min(tl.where(is_rank_P, room_P, INT_MAX), 0)).to(tl.int64)
             key = _key(tl.maximum(top, target64) + busiest * copy_tokens, number, copies, variant)
-            tl.atomic_max(best_ptr, key ^ KEY_MAX, sem="relaxed")
+            if key < (offer ^ KEY_MAX):
+                _offer(best_ptr, key)
+            is_reached = top <= target64
+    return is_reached
 
 
 @triton.jit
-def _instances(owner, local_L, moves, load_ptr, load_E_ptr, P: tl.constexpr, E: tl.constexpr, R: tl.constexpr):
-    """The physical experts of rank `owner`: expert (-1: free slot), quota, own tokens, start on the expert's line, and
-    the master's own tokens."""
+def _write(
+    owner, source, local_L, is_send, log_ptr, copies, one, load_ptr, load_E_ptr,
+    slot_expert_ptr, quota_ptr, send_ptr, recv_ptr, before_ptr,
+    P: tl.constexpr, E: tl.constexpr, R: tl.constexpr, P_PAD: tl.constexpr, S_PAD: tl.constexpr,
+    HAS_EXCHANGE: tl.constexpr,
+):  # fmt: skip
+    """Some physical experts of rank `owner`: who they are, their quotas, and what rank `source` sends to them; see
+    balance/splits.py. Everything is loaded before anything is added up: one wait for the memory after that for the log.
+    """
     M: tl.constexpr = E // P
-    expert_S, slot_S, tokens_S, own_S = moves
+    S: tl.constexpr = max(P * R, 1)
+    # Experts by moves from the start, and all loads alike: nothing is laid over the lanes anew.
+    move_LS = tl.broadcast_to(tl.arange(0, S_PAD)[None, :], [local_L.shape[0], S_PAD])
+    is_move_LS = move_LS < copies
+    entry_LS = tl.load(log_ptr + move_LS * one, mask=is_move_LS, other=0)
+    code_LS = (entry_LS & 0xFFFFFFFF).to(tl.int32)
+    tokens_LS = (entry_LS >> 32).to(tl.int32)
+    expert_LS = tl.where(is_move_LS, code_LS // S, -1)
+    slot_LS = tl.where(is_move_LS, code_LS % S, -1)
+    slot_rank_LS = slot_LS // max(R, 1)
+    own_LS = tl.load(load_ptr + slot_rank_LS * E + expert_LS, mask=is_move_LS, other=0)
+
+    is_local_L = local_L < M + R
     is_master_L = local_L < M
     slot_L = owner * R + local_L - M
-    is_here_LS = (slot_S[None, :] == slot_L[:, None]) & (~is_master_L & (local_L < M + R))[:, None]
-    hosted_L = tl.sum(tl.where(is_here_LS, expert_S[None, :] + 1, 0), 1) - 1
+    is_here_LS = (slot_LS == slot_L[:, None]) & (~is_master_L & is_local_L)[:, None]
+    hosted_L = tl.sum(tl.where(is_here_LS, expert_LS + 1, 0), 1) - 1
     expert_L = tl.where(is_master_L, owner * M + local_L, hosted_L)
     is_used_L = expert_L >= 0
-    is_same_LS = expert_S[None, :] == tl.where(is_used_L, expert_L, -2)[:, None]
-    moved_L = tl.sum(tl.where(is_same_LS, tokens_S[None, :], 0), 1)
-    kept_L = tl.load(load_E_ptr + expert_L, mask=is_used_L, other=0) - moved_L
-    home_own_L = tl.load(load_ptr + (expert_L // M) * E + expert_L, mask=is_used_L, other=0)
-    home_own_L = tl.minimum(home_own_L, kept_L)
-    quota_L = tl.where(is_master_L, kept_L, tl.sum(tl.where(is_here_LS, tokens_S[None, :], 0), 1))
-    own_L = tl.where(is_master_L, home_own_L, tl.sum(tl.where(is_here_LS, own_S[None, :], 0), 1))
-    is_earlier_LS = is_same_LS & (slot_S[None, :] < slot_L[:, None])
-    first_L = kept_L - home_own_L + tl.sum(tl.where(is_earlier_LS, (tokens_S - own_S)[None, :], 0), 1)
-    return expert_L, quota_L, own_L, tl.where(is_master_L, 0, first_L), home_own_L
-
-
-@triton.jit
-def _sent(source, owner, instances, moves, load_ptr, P: tl.constexpr, E: tl.constexpr, P_PAD: tl.constexpr):
-    """int32 [L], twice: tokens that rank `source` sends to each physical expert of rank `owner`, and those that the
-    ranks before it send there; see balance/splits.py."""
-    expert_S, slot_rank_S, own_S = moves
-    expert_L, quota_L, own_L, first_L, home_own_L = instances
-    is_used_L = expert_L >= 0
-    home_L = expert_L // (E // P)
-    is_same_LS = expert_S[None, :] == tl.where(is_used_L, expert_L, -2)[:, None]
-    earlier_LS = is_same_LS & (slot_rank_S < source)[None, :]
-    here_LS = is_same_LS & (slot_rank_S == source)[None, :]
-    earlier_own_L = tl.sum(tl.where(earlier_LS, own_S[None, :], 0), 1) + tl.where(home_L < source, home_own_L, 0)
-    here_own_L = tl.sum(tl.where(here_LS, own_S[None, :], 0), 1) + tl.where(home_L == source, home_own_L, 0)
+    home_L = expert_L // M
+    load_L = tl.load(load_E_ptr + expert_L, mask=is_used_L, other=0)
+    home_own_L = tl.load(load_ptr + home_L * E + expert_L, mask=is_used_L, other=0)
+    source_L = tl.load(load_ptr + source * E + expert_L, mask=is_used_L, other=0)
     rank_P = tl.arange(0, P_PAD)
     column_LP = load_ptr + rank_P[None, :] * E + expert_L[:, None]
-    before_L = tl.sum(tl.load(column_LP, mask=is_used_L[:, None] & (rank_P < source)[None, :], other=0), 1)
-    start_L = before_L - earlier_own_L
-    rest_L = tl.load(load_ptr + source * E + expert_L, mask=is_used_L, other=0) - here_own_L
-    end_L = tl.minimum(start_L + rest_L, first_L + quota_L - own_L)
+    column_LP = tl.load(column_LP, mask=is_used_L[:, None] & (rank_P < source)[None, :], other=0)
+
+    own_LS = tl.minimum(own_LS, tokens_LS)
+    is_same_LS = expert_LS == tl.where(is_used_L, expert_L, -2)[:, None]
+    kept_L = load_L - tl.sum(tl.where(is_same_LS, tokens_LS, 0), 1)
+    home_own_L = tl.minimum(home_own_L, kept_L)
+    quota_L = tl.where(is_master_L, kept_L, tl.sum(tl.where(is_here_LS, tokens_LS, 0), 1))
+    own_L = tl.where(is_master_L, home_own_L, tl.sum(tl.where(is_here_LS, own_LS, 0), 1))
+    is_earlier_LS = is_same_LS & (slot_LS < slot_L[:, None])
+    first_L = kept_L - home_own_L + tl.sum(tl.where(is_earlier_LS, tokens_LS - own_LS, 0), 1)
+    first_L = tl.where(is_master_L, 0, first_L)
+
+    earlier_own_LS = tl.where(slot_rank_LS < source, own_LS, 0)
+    here_own_LS = tl.where(slot_rank_LS == source, own_LS, 0)
+    earlier_own_L = tl.sum(tl.where(is_same_LS, earlier_own_LS, 0), 1)
+    earlier_own_L += tl.where(home_L < source, home_own_L, 0)
+    here_own_L = tl.sum(tl.where(is_same_LS, here_own_LS, 0), 1)
+    here_own_L += tl.where(home_L == source, home_own_L, 0)
+    start_L = tl.sum(column_LP, 1) - earlier_own_L
+    end_L = tl.minimum(start_L + source_L - here_own_L, first_L + quota_L - own_L)
     sent_L = tl.maximum(end_L - tl.maximum(start_L, first_L), 0) + tl.where(source == owner, own_L, 0)
-    before_L = tl.minimum(tl.maximum(start_L - first_L, 0), quota_L - own_L) + tl.where(owner < source, own_L, 0)
-    return sent_L, before_L
+
+    at_L = tl.where(is_send, owner, source) * (M + R) + local_L
+    if is_send:
+        tl.store(slot_expert_ptr + slot_L, expert_L, mask=~is_master_L & is_local_L)
+        tl.store(quota_ptr + at_L, quota_L, mask=is_local_L)
+        tl.store(send_ptr + at_L, sent_L, mask=is_local_L)
+        if HAS_EXCHANGE:
+            before_L = tl.minimum(tl.maximum(start_L - first_L, 0), quota_L - own_L)
+            before_L += tl.where(owner < source, own_L, 0)
+            tl.store(before_ptr + at_L, before_L, mask=is_local_L)
+    else:
+        tl.store(recv_ptr + at_L, sent_L, mask=is_local_L)
 
 
 @triton.jit
@@ -327,7 +413,6 @@ def plan_kernel(
     NUM_VARIANTS: tl.constexpr,
     OWN_SUMS: tl.constexpr,
     HAS_COPY_TIME: tl.constexpr,
-    OFFER_PERIOD: tl.constexpr,
     LANES: tl.constexpr,
     P_PAD: tl.constexpr,
     M_PAD: tl.constexpr,
@@ -344,7 +429,10 @@ def plan_kernel(
     S: tl.constexpr = P * R
     EXCHANGERS: tl.constexpr = P if HAS_EXCHANGE else 0
     SUMMERS: tl.constexpr = 0 if OWN_SUMS else (E + COLUMNS - 1) // COLUMNS
+    FINISHERS: tl.constexpr = 2 * PARTS * P
     num_candidates = num_targets * NUM_VARIANTS
+    # A 1 that the compiler does not know hides what are neighbours in memory, over which it would lay the lanes.
+    one = 1 - (num_targets >> 30)
     load_E_ptr = (workspace_ptr + LOAD).to(tl.pointer_type(tl.int32))
     logs_ptr = workspace_ptr + LOAD + E
     run = tl.zeros([], tl.int64)
@@ -373,7 +461,7 @@ def plan_kernel(
         if HAS_EXCHANGE:
             tl.store(total_ptr + column, load_C, mask=column < E)
         tl.debug_barrier()
-        tl.atomic_add(workspace_ptr + SUMMED, 1, sem="release")
+        tl.atomic_add(workspace_ptr + SUMMED + 16 * tl.arange(0, SUMMED_COPIES), 1, sem="release")
     elif pid < SUMMERS + num_candidates:
         index = pid - SUMMERS
         number = index // NUM_VARIANTS + 1
@@ -384,99 +472,85 @@ def plan_kernel(
         threshold = tl.where(threshold < 0, min_tokens, threshold)
         fill = tl.load(rules_ptr + variant * 4 + 3)
         step = tl.load(steps_ptr + tl.maximum(number - 2, 0)).to(tl.int64)
-        rank_1P = tl.arange(0, P_PAD)[None, :]
-        master_M1 = tl.arange(0, M_PAD)[:, None]
-        if LANES:
-            # A 0 that the compiler does not know hides that masters are neighbours in memory, over which it would lay
-            # the lanes.
-            master_M1 = master_M1 ^ (num_targets >> 30)
-        expert_MP = rank_1P * M + master_M1
-        is_expert_MP = (rank_1P < P) & (master_M1 < M)
+        rank_P = tl.arange(0, P_PAD)
+        master_M = tl.arange(0, M_PAD)
+        expert_PM = rank_P[:, None] * M + (master_M * (one if LANES else 1))[None, :]
+        is_expert_PM = (rank_P < P)[:, None] & (master_M < M)[None, :]
         if OWN_SUMS:
             if HAS_EXCHANGE:
                 _await(workspace_ptr + EXCHANGED, P)
-            home_MP = tl.zeros([M_PAD, P_PAD], tl.int32)
+            home_PM = tl.zeros([P_PAD, M_PAD], tl.int32)
             for source in tl.static_range(P):
-                home_MP += tl.load(load_ptr + source * E + expert_MP, mask=is_expert_MP, other=0)
+                home_PM += tl.load(load_ptr + source * E + expert_PM, mask=is_expert_PM, other=0)
             if index == 0:
-                tl.store(load_E_ptr + expert_MP, home_MP, mask=is_expert_MP)
+                tl.store(load_E_ptr + expert_PM, home_PM, mask=is_expert_PM)
                 if HAS_EXCHANGE:
-                    tl.store(total_ptr + expert_MP, home_MP, mask=is_expert_MP)
+                    tl.store(total_ptr + expert_PM, home_PM, mask=is_expert_PM)
         else:
-            _await(workspace_ptr + SUMMED, SUMMERS)
-            home_MP = tl.load(load_E_ptr + expert_MP, mask=is_expert_MP, other=0)
-        load_1P = tl.sum(home_MP, 0, keep_dims=True)
+            _await(workspace_ptr + SUMMED + 16 * (index % SUMMED_COPIES), SUMMERS)
+            home_PM = tl.load(load_E_ptr + expert_PM, mask=is_expert_PM, other=0)
+        home_MP = tl.trans(home_PM)
+        load_P = tl.sum(home_MP, 0)
         total = tl.full([], 0, tl.int32)
         for first in tl.static_range(0, P, DOMAIN):
-            total = tl.maximum(total, tl.sum(tl.where((rank_1P >= first) & (rank_1P < first + DOMAIN), load_1P, 0)))
+            total = tl.maximum(total, tl.sum(tl.where((rank_P >= first) & (rank_P < first + DOMAIN), load_P, 0), 0))
         total64 = total.to(tl.int64)
         tolerated64 = total64 * (PPM + tolerance_ppm) // (DOMAIN * PPM)
         tolerated64 = tl.maximum(tolerated64, (total64 + DOMAIN - 1) // DOMAIN)
-        top = tl.max(load_1P)
+        top = tl.max(load_P, 0)
         ceiling = tl.maximum(top.to(tl.int64), tolerated64)
         best_ptr = workspace_ptr + BEST
         if index == 0:
-            tl.atomic_max(best_ptr, _key(ceiling, index, index, index) ^ KEY_MAX, sem="relaxed")
+            _offer(best_ptr, _key(ceiling, index, index, index))
+        is_reached = tolerated64 >= ceiling
         if tolerated64 + copy_tokens < ceiling:
             tolerated = tolerated64.to(tl.int32)
+            copy_ptr = best_ptr + 16 * (index % BEST_COPIES)
             log_ptr = logs_ptr + index.to(tl.int64) * S
             CAP: tl.constexpr = (1 << (30 - max(RANK_BITS + SLOT_BITS, MASTER_BITS))) - 1
             if top < CAP:
-                _run_candidate(
-                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
-                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    OFFER_PERIOD, LANES, RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
+                is_reached = _run_candidate(
+                    best_ptr, copy_ptr, log_ptr, home_MP, load_P, rank_P, master_M, tolerated, ceiling, number,
+                    variant, step, sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN,
+                    HAS_COPY_TIME, RANK_BITS, SLOT_BITS, MASTER_BITS, CAP, False,
                 )  # fmt: skip
             else:
-                _run_candidate(
-                    best_ptr, log_ptr, home_MP, load_1P, rank_1P, tolerated, ceiling, number, variant, step,
-                    sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN, HAS_COPY_TIME,
-                    OFFER_PERIOD, LANES, RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
+                is_reached = _run_candidate(
+                    best_ptr, copy_ptr, log_ptr, home_MP, load_P, rank_P, master_M, tolerated, ceiling, number,
+                    variant, step, sign, is_fit, threshold, fill, min_tokens, copy_tokens, P, M, R, DOMAIN,
+                    HAS_COPY_TIME, RANK_BITS, SLOT_BITS, MASTER_BITS, 2**31 - 1, True,
                 )  # fmt: skip
+        arrived = tl.full([], 1, tl.int64)
+        if not HAS_COPY_TIME:  # else the score is not the target alone
+            reached = (is_reached.to(tl.int64) << REACHED_BITS) + FIRST
+            arrived += tl.where(number == 1, reached, 0)
         tl.debug_barrier()
-        tl.atomic_add(workspace_ptr + ARRIVED, 1, sem="release")
-    else:
+        tl.atomic_add(workspace_ptr + ARRIVED + 16 * tl.arange(0, ARRIVED_COPIES), arrived, sem="release")
+    elif pid < SUMMERS + num_candidates + FINISHERS:
         finisher = pid - SUMMERS - num_candidates
         this = finisher // (2 * PARTS)
         part = finisher % PARTS
-        _await(workspace_ptr + ARRIVED, num_candidates)
+        _await_winner(workspace_ptr + ARRIVED + 16 * (finisher % ARRIVED_COPIES), num_candidates, NUM_VARIANTS)
         key = tl.load(workspace_ptr + BEST) ^ KEY_MAX
-        # The one who knows that all have read what the next launch must find at 0 resets it. The key is never
-        # negative; that the count depends on it keeps the order.
-        if tl.atomic_add(workspace_ptr + FINISHED, 1, mask=key >= 0, sem="relaxed") == 2 * PARTS * P - 1:
-            for cell in tl.static_range(4):
-                tl.store(workspace_ptr + cell * 16, tl.zeros([], tl.int64))
-            if HAS_EXCHANGE:
-                tl.store(workspace_ptr + EXCHANGED, tl.zeros([], tl.int64))
-                tl.store(control_ptr + (channel + 1) * WORDS, run)
+        # The key is never negative; that the count depends on it keeps the order.
+        tl.atomic_add(workspace_ptr + FINISHED, 1, mask=key >= 0, sem="relaxed")
         variant = (key & VARIANT_MASK).to(tl.int32)
         copies = ((key >> VARIANT_BITS) & COPIES_MASK).to(tl.int32)
         number = ((key >> (VARIANT_BITS + COPIES_BITS)) & NUMBER_MASK).to(tl.int32)
         index = tl.maximum(number - 1, 0) * NUM_VARIANTS + variant
-        move_S = tl.arange(0, S_PAD)
-        is_move_S = move_S < copies
-        entry_S = tl.load(logs_ptr + index.to(tl.int64) * S + move_S, mask=is_move_S, other=0)
-        code_S = (entry_S & 0xFFFFFFFF).to(tl.int32)
-        tokens_S = (entry_S >> 32).to(tl.int32)
-        expert_S = tl.where(is_move_S, code_S // max(S, 1), -1)
-        slot_S = tl.where(is_move_S, code_S % max(S, 1), -1)
-        slot_rank_S = slot_S // max(R, 1)
-        own_S = tl.load(load_ptr + slot_rank_S * E + expert_S, mask=is_move_S, other=0)
-        own_S = tl.minimum(own_S, tokens_S)
-
-        moves = (expert_S, slot_S, tokens_S, own_S)
-        owns = (expert_S, slot_rank_S, own_S)
-        local_L = part * LOCALS + tl.arange(0, LOCALS)
-        is_local_L = local_L < M + R
-        at_L = this * (M + R) + local_L
-        if finisher // PARTS % 2 == 0:
-            there = _instances(this, local_L, moves, load_ptr, load_E_ptr, P, E, R)
-            tl.store(slot_expert_ptr + this * R + local_L - M, there[0], mask=(local_L >= M) & is_local_L)
-            tl.store(quota_ptr + at_L, there[1], mask=is_local_L)
-            sent_L, before_L = _sent(rank, this, there, owns, load_ptr, P, E, P_PAD)
-            tl.store(send_ptr + at_L, sent_L, mask=is_local_L)
-            if HAS_EXCHANGE:
-                tl.store(before_ptr + at_L, before_L, mask=is_local_L)
-        else:
-            here = _instances(rank, local_L, moves, load_ptr, load_E_ptr, P, E, R)
-            tl.store(recv_ptr + at_L, _sent(this, rank, here, owns, load_ptr, P, E, P_PAD)[0], mask=is_local_L)
+        is_send = finisher // PARTS % 2 == 0
+        _write(
+            tl.where(is_send, this, rank), tl.where(is_send, rank, this), part * LOCALS + tl.arange(0, LOCALS), is_send,
+            logs_ptr + index.to(tl.int64) * S, copies, one, load_ptr, load_E_ptr,
+            slot_expert_ptr, quota_ptr, send_ptr, recv_ptr, before_ptr, P, E, R, P_PAD, S_PAD, HAS_EXCHANGE,
+        )  # fmt: skip
+    else:
+        arrived_ptr = workspace_ptr + ARRIVED + 16 * tl.arange(0, ARRIVED_COPIES)
+        while tl.min(tl.load(arrived_ptr, volatile=True) & FIELD_MASK, 0) < num_candidates:
+            pass
+        while tl.load(workspace_ptr + FINISHED, volatile=True) < FINISHERS:
+            pass
+        cell = tl.arange(0, COUNTERS_PAD)
+        tl.store(workspace_ptr + 16 * cell, tl.zeros([COUNTERS_PAD], tl.int64), mask=cell < LOAD // 16)
+        if HAS_EXCHANGE:
+            tl.store(control_ptr + (channel + 1) * WORDS, run)
