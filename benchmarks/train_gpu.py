@@ -223,7 +223,7 @@ def start(variant: str, options: argparse.Namespace) -> dict:
         for name in ("layers", "sequences", "steps"):
             command += [f"--{name}", str(getattr(options, name))]
         subprocess.run(command + ["--profile"] * options.profile, env=env, check=True)
-        return json.loads(out.read_text())
+        return json.loads(out.read_text()) | {"micro": micro}
 
 
 def main() -> None:
@@ -231,8 +231,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--sequences", type=int, default=16, help=f"sequences of {LENGTH} tokens in a step")
     parser.add_argument("--micro", type=int, default=16, help="sequences of a microbatch of ours")
-    parser.add_argument("--transformers-micro", type=int, default=8, help="sequences of a microbatch of transformers")
-    parser.add_argument("--transformers-fp32-micro", type=int, default=4, help="the same with FP32 weights")
+    parser.add_argument("--transformers-micro", type=int, default=16, help="sequences of a microbatch of transformers")
+    parser.add_argument("--transformers-fp32-micro", type=int, default=8, help="the same with FP32 weights")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each variant")
     parser.add_argument("--kernel", default="auto", help="our expert kernel")
     parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=VARIANTS)
@@ -256,6 +256,7 @@ def main() -> None:
         result = start(variant, options)
         rate = tokens / statistics.median(result["seconds"])
         row = {"variant": variant, "tokens_per_second": rate, "step_s_median": statistics.median(result["seconds"])}
+        row["microbatch_sequences"] = result.pop("micro")
         rows.append(row | result)
         memory = result["memory_bytes"] / 2**30
         print(f"{variant:26} {rate:9.0f} tokens/s, {memory:.1f} GiB, loss {result['losses'][-1]:.3f}", flush=True)
