@@ -83,10 +83,10 @@ names = ("load", "rules", "steps", "slot_expert", "quota", "send", "recv", "befo
 types = {f"{name}_ptr": "*i32" for name in names}
 types |= {f"{name}_ptr": "*i64" for name in ("workspace", "control", "pads", "tables")}
 types |= {n: "i32" for n in ("channel", "rank", "tolerance_ppm", "min_tokens", "copy_tokens", "num_targets")}
-fixed = dict(NUM_VARIANTS=6, LANES=True, P_PAD=32, LOCALS=8, RANK_BITS=5, SLOT_BITS=2, R=2,
+fixed = dict(NUM_VARIANTS=6, LANES=True, P_PAD=32, LOCALS=2, RANK_BITS=5, SLOT_BITS=2, R=2,
              HAS_EXCHANGE=True)
-small = dict(P=2, E=32, DOMAIN=2, OWN_SUMS=True, HAS_COPY_TIME=False, M_PAD=16, PARTS=3, S_PAD=4, MASTER_BITS=4)
-large = dict(P=8, E=256, DOMAIN=8, OWN_SUMS=False, HAS_COPY_TIME=True, M_PAD=32, PARTS=5, S_PAD=16, MASTER_BITS=5)
+small = dict(P=2, E=32, DOMAIN=2, OWN_SUMS=True, HAS_COPY_TIME=False, M_PAD=16, PARTS=9, S_PAD=4, MASTER_BITS=4)
+large = dict(P=8, E=256, DOMAIN=8, OWN_SUMS=False, HAS_COPY_TIME=True, M_PAD=32, PARTS=17, S_PAD=16, MASTER_BITS=5)
 for size in (small, large):
     ptx = compile(plan_kernel, types, E_PAD=size["E"], **fixed, **size)
     assert "atom.global.sys.release.exch" in ptx and "sys.acquire" in ptx
