@@ -71,10 +71,11 @@ def products() -> None:
 
 
 def table_blocks() -> list[Block]:
-    """The weight gradients' forms of the tuning table."""
+    """The weight gradients' forms of the tuning table, and masters' by `grouped_mm`."""
     names = {field.name for field in fields(Block)}
     entries = [entry for device in read_table().values() for entry in device.get("wgrad", [])]
-    return list({Block(**{k: v for k, v in entry.items() if k in names}): None for entry in entries})
+    blocks = [Block(**{k: v for k, v in entry.items() if k in names}) for entry in entries]
+    return list(dict.fromkeys([*blocks, Block(columns=256, grouped_mm=True)]))
 
 
 def weight_gradients(block: Block, is_first: bool) -> None:
