@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +71,21 @@ def products() -> None:
 
 
 def table_blocks() -> list[Block]:
-    """The weight gradients' forms of the tuning table."""
+    """The weight gradients' forms of the tuning table, and masters' by `grouped_mm`."""
     names = {field.name for field in fields(Block)}
     entries = [entry for device in read_table().values() for entry in device.get("wgrad", [])]
-    return list({Block(**{k: v for k, v in entry.items() if k in names}): None for entry in entries})
+    blocks = [Block(**{k: v for k, v in entry.items() if k in names}) for entry in entries]
+    return list(dict.fromkeys([*blocks, Block(columns=256, grouped_mm=True)]))
 
 
-def weight_gradients() -> None:
-    for block in table_blocks():
-        for counts, M in COUNTS:
-            for N, K in WIDTHS[1:] if block == table_blocks()[0] else WIDTHS[1:2]:
-                rows, L = sum(counts) + 7, len(counts)
-                tiles = make_tiles(torch.tensor(counts, device=DEVICE), M, rows, BLOCK_ROWS)
-                tables, slots = (tiles.offsets_L1, tiles.order_L), torch.zeros(L - M, N, K, device=DEVICE)
-                for add in (True, False):
-                    run_wgrad(
-                        normal(rows, N), normal(rows, K), slots, *tables, M, torch.bfloat16, block, add, K % 8 == 0
-                    )
+def weight_gradients(block: Block, is_first: bool) -> None:
+    for counts, M in COUNTS:
+        for N, K in WIDTHS[1:] if is_first else WIDTHS[1:2]:
+            rows, L = sum(counts) + 7, len(counts)
+            tiles = make_tiles(torch.tensor(counts, device=DEVICE), M, rows, BLOCK_ROWS)
+            tables, slots = (tiles.offsets_L1, tiles.order_L), torch.zeros(L - M, N, K, device=DEVICE)
+            for add in (True, False) if is_first else (True,):
+                run_wgrad(normal(rows, N), normal(rows, K), slots, *tables, M, torch.bfloat16, block, add, K % 8 == 0)
 
 
 def swiglu() -> None:
@@ -160,7 +159,7 @@ def planted() -> None:
 
 PARTS: dict[str, Callable[[], None]] = {
     "products": products,
-    "weight_gradients": weight_gradients,
+    **{f"weight_gradients_{i}": partial(weight_gradients, b, i == 0) for i, b in enumerate(table_blocks())},
     "swiglu": swiglu,
     "rows": rows,
     "plan": plan,
@@ -215,7 +214,7 @@ def main() -> None:
         print(f"{options.part} ran", flush=True)
         return
     sanitizer()
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 12)) as pool:
         plain = dict(zip(PARTS, pool.map(lambda part: run_part(part, None, options.timeout), PARTS)))
         for part, (errors, text) in plain.items():  # also compiles the kernels
             if errors is None:
@@ -228,7 +227,7 @@ def main() -> None:
         results: list[dict[str, Any]] = []
         for (tool, part), (errors, text) in zip(CHECKS, found):
             results.append({"tool": tool, "part": part, "errors": errors})
-            print(f"{tool:10} {part:18} {'no summary' if errors is None else f'{errors} errors'}", flush=True)
+            print(f"{tool:10} {part:20} {'no summary' if errors is None else f'{errors} errors'}", flush=True)
             if errors != 0:
                 print(text)
     name = torch.cuda.get_device_name()
