@@ -135,7 +135,8 @@ def run_engine(layers: int, dtype: str) -> None:
 
 @contextlib.contextmanager
 def engine_process(layers: int, dtype: str, device: int):
-    """Starts an engine on the device with this number among the visible ones; gives a function that waits for it and returns its client."""
+    """Starts an engine on the device with this number among the visible ones; gives a function that waits for it and
+    returns its client."""
     variables = dict(os.environ)
     if get_accelerator().device_type != "cpu":
         visible = [name for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
