@@ -227,7 +227,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("transport", "env"),
     [
-        ("collective", ON_CPU),
+        pytest.param("collective", ON_CPU, marks=pytest.mark.slow),
         pytest.param("symmetric", ON_CPU, marks=[pytest.mark.slow, needs_interpreter]),
         pytest.param("symmetric", {"EQUIPOISE_ACCELERATOR": "cuda"}, marks=[pytest.mark.gpu, needs_two_gpus]),
     ],

@@ -134,6 +134,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_saves_has_the_losses_of_one_that_was_not(whole: Path, tmp_path: Path) -> None:
     """Each time rank 0 or rank 1 dies at some touch of a file of a checkpoint; the other is killed soon after."""
     moments = random.Random(7)

@@ -226,7 +226,7 @@ def test_frozen_weights_stay(one_rank: Outcomes) -> None:
     assert one_rank.of(frozen_weights_stay) == [[]]
 
 
-@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("ranks", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_checkpoints_go_from_one_to_the_other(ranks: str, request: pytest.FixtureRequest) -> None:
     for found in request.getfixturevalue(ranks).of(a_checkpoint_goes_from_one_to_the_other):
         assert set(map(tuple, found.values())) == {()}, found

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from distributed.harness import free_port
 
 JOB = """
@@ -61,6 +63,7 @@ def c10d(port: int) -> list[list[str]]:
     return [["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=test"]] * 2
 
 
+@pytest.mark.slow
 def test_two_agents_with_static_rendezvous_make_one_world(tmp_path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)

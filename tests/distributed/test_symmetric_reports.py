@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distributed.balance_rig import E
 from distributed.rig import Outcomes, run_scenarios
@@ -44,7 +45,7 @@ def buffers_made_again(world: World, meshes: Meshes) -> list[bool]:
         del kept[::2]
         transport.push_weights("w", Copies(ACROSS.int(), ()), masters_of(world.rank, generation), "weights").wait()
         right.append(torch.equal(buffers.weights("w")[0], masters_of(1 - world.rank, generation)[0]))
-        space.barrier()
+        dist.barrier()
         del transport, buffers
         kept += [torch.full((500,), float(generation)) for _ in range(world.rank)]
     return right

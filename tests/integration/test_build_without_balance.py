@@ -4,12 +4,14 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from integration.command import SOURCES, Command, losses, read_metrics, stored, train_arguments
 from integration.conftest import Base
 
 
+@pytest.mark.slow
 def test_a_build_without_the_package_trains_to_the_same_bits(base: Base, tmp_path: Path) -> None:
     """Ten steps on two ranks with EP 2 against those of the whole build: losses, norms, every stored tensor."""
     left_out = shutil.ignore_patterns("balance", "__pycache__")

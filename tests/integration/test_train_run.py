@@ -78,6 +78,7 @@ def test_metrics_have_every_field_in_every_line(base: Base) -> None:
     assert records[-1]["eval_loss"] < records[4]["eval_loss"]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses_and_neither_evaluation_nor_sinks_touch_them(base: Base) -> None:
     """C44; symptom 9. The other run has no evaluation before the end, no checkpoints and no TensorBoard."""
     train(base.folder, "again", *EP2, nproc=2)
@@ -92,6 +93,7 @@ def test_one_process_gives_the_same_losses(base: Base) -> None:
     assert relative_differences(losses(base.folder / "one"), losses(base.run)) < 1e-5
 
 
+@pytest.mark.slow
 def test_documents_from_jsonl_recompute_accumulation_and_kernels_change_no_loss(base: Base) -> None:
     """C46 (d): the set is smaller than ten steps, so every rank wraps at the same step. With multi-token prediction."""
     common = ["--data.source", "few.jsonl", "--data.packing", "documents", "--train.steps", "10"]
@@ -113,6 +115,7 @@ def test_documents_from_jsonl_recompute_accumulation_and_kernels_change_no_loss(
     assert second[-1]["eval_loss"] == pytest.approx(first[-1]["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_nodes_train_to_the_end_with_the_same_losses(base: Base) -> None:
     """Two torchrun agents on this machine, one process each."""
     port = free_port()

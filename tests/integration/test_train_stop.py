@@ -72,6 +72,7 @@ def test_sigterm_saves_exits_143_and_the_resumed_losses_are_those_without_a_stop
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.slow
 def test_a_bad_loss_stops_every_rank_and_the_last_good_checkpoint_resumes_at_another_ep_size(base: Base) -> None:
     run = copy_run(base, "bad", keep=[10])
     settings = ["--optimizer.lr", "1e30", "--checkpoint.keep-last", "0"]
@@ -87,6 +88,7 @@ def test_a_bad_loss_stops_every_rank_and_the_last_good_checkpoint_resumes_at_ano
     assert losses(run) == pytest.approx({step: want[step] for step in range(1, 21)}, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_with_its_rank_named_and_nothing_left(base: Base, start: Any) -> None:
     command = start("killed", *ENDLESS, "--checkpoint.every", "2", "--parallel.timeout-s", "20")
     run = base.folder / "killed"
