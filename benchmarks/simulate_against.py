@@ -1,11 +1,16 @@
 """The simulator's presets against steps that `equipoise bench balance` measured, on a machine not at hand any more.
 
     python benchmarks/simulate_against.py benchmarks/results/balance-h200x2.json --hardware h200 --tokens 8192
+    python benchmarks/simulate_against.py benchmarks/results/balance-h200-ep2.json --tokens 16384 --recipe h200-ep2 \\
+        --layers 2
 
 A preset knows nothing of attention, loss and optimizer: that rest of a step is taken from one row, the balanced load
-with balancing off. A preset's time for planning is that of the device; a run that planned on the host says how long it
-took (`plan_s_per_step`), and that of the balanced load is taken in its place. All other rows are predicted from the
-loads that were laid down. (`simulate_cpu.py` fits all rates to loads of the same run instead.)
+with balancing off, or the same as routing forced even. A preset's time for planning is that of the device; a run that
+planned on the host says how long it took (`plan_s_per_step`), and that of the balanced load is taken in its place. All
+other rows are predicted from the loads that were laid down. (`simulate_cpu.py` fits all rates to loads of the same run
+instead.)
+
+Files of `balance_gpu.py` do not say their model: a recipe and the number of layers do.
 
 Writes rows and `simulate_error_max_NAME`, NAME as in the file's name, into benchmarks/results/observe.json, and what
 the error is with the preset's time for planning, `simulate_error_max_NAME_preset`; other keys stay. Loads of the
@@ -25,16 +30,18 @@ from equipoise.moe.synthetic import Workload
 from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
 from equipoise.simulate.loads import exact_loads
 from equipoise.simulate.run import simulate, summarize
+from equipoise.train.config import TrainConfig
+from equipoise.train.load import load_config
 
 
 def layers_s(row: dict[str, Any], summary: dict[str, Any], hardware: Hardware, tokens: int) -> float:
     """Seconds of a step's MoE layers, in all of its microbatches of `tokens` on each rank."""
     model, balance = summary["model"], summary["balance"]
     expert = ExpertSize(model["hidden_size"], model["moe_intermediate_size"])
-    imbalance = 1.0 if row["workload"] == "balanced" else summary["imbalance"]
+    imbalance = 1.0 if row["workload"] == "balanced" else row.get("imbalance") or summary["imbalance"]
     sizes = model["num_experts"], model["num_experts_per_tok"], summary["ep_size"]
     blocks = exact_loads(Workload(row["workload"], imbalance, *sizes), tokens, model["num_hidden_layers"], 1)
-    slots = balance["num_redundant_experts_per_rank"]
+    slots = row.get("slots") or balance["num_redundant_experts_per_rank"]
     limits = (balance["tolerance"], balance["min_tokens"], balance["domain_size"], balance["copy_tokens"])
     settings = PlannerSettings(slots, *limits)
     planner = {OFF: OFF, FORCED: FORCED}.get(row["mode"], balance["planner"])
@@ -43,25 +50,51 @@ def layers_s(row: dict[str, Any], summary: dict[str, Any], hardware: Hardware, t
     return microbatches * summarize(frame, hardware, expert, slots)["step_s"]
 
 
+def of_balance_gpu(content: dict[str, Any], recipe: str, layers: int, tokens: int) -> dict[str, Any]:
+    """A file of `balance_gpu.py` in the form of `equipoise bench balance`."""
+    config = load_config(TrainConfig, recipe)
+    assert config.balance is not None
+    hardware = content["hardware"]
+    summary = {
+        "model": config.model.model_dump() | {"num_hidden_layers": layers},
+        "balance": config.balance.model_dump() | {"copy_tokens": hardware["copy_tokens"]},
+        "ep_size": hardware["devices"],
+        "world_size": hardware["devices"],
+        "tokens_per_step": hardware["devices"] * tokens,
+    }
+    seconds = {"step_s": "step_ms", "step_s_min": "step_ms_min", "step_s_max": "step_ms_max"}
+    rows = [
+        row | {ours: row[theirs] / 1e3 for ours, theirs in seconds.items()}
+        for row in content["rows"]
+        if row["mode"] in (OFF, ON, FORCED)
+    ]
+    return {"summary": summary, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="file of `equipoise bench balance`")
+    parser.add_argument("results", type=Path, help="file of `equipoise bench balance` or of balance_gpu.py")
     parser.add_argument("--hardware", default="h200", help="preset, or a calibration file")
     parser.add_argument("--tokens", type=int, required=True, help="of each rank in a microbatch of that run")
+    parser.add_argument("--recipe", help="of a file of balance_gpu.py")
+    parser.add_argument("--layers", type=int, help="of a file of balance_gpu.py")
     parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
     options = parser.parse_args()
     content, hardware = json.loads(options.results.read_text()), load_hardware(options.hardware)
+    if options.recipe:
+        content = of_balance_gpu(content, options.recipe, options.layers, options.tokens)
     summary, name = content["summary"], options.results.stem.removeprefix("balance-")
     measured = {(row["workload"], row["mode"]): row for row in content["rows"] if row["workload"] != NATURAL}
     preset = {key: layers_s(row, summary, hardware, options.tokens) for key, row in measured.items()}
     layers = preset
-    plan_s = measured["balanced", ON].get("plan_s_per_step", 0.0)
+    even = ("balanced", OFF) if ("balanced", OFF) in measured else next(key for key in measured if key[1] == FORCED)
+    plan_s = measured.get(("balanced", ON), {}).get("plan_s_per_step", 0.0)
     if plan_s:
         microbatches = summary["tokens_per_step"] / summary["world_size"] / options.tokens
         times = microbatches * summary["model"]["num_hidden_layers"]
         on_host = replace(hardware, balance_s=plan_s / times)
         layers = {key: layers_s(row, summary, on_host, options.tokens) for key, row in measured.items()}
-    rest = measured["balanced", OFF]["step_s"] - layers["balanced", OFF]
+    rest = measured[even]["step_s"] - layers[even]
     part, rows, errors = f"simulate {name}", [], []
     for key, row in measured.items():
         predicted, seconds = rest + layers[key], row["step_s"]
