@@ -6,7 +6,8 @@ One core is pinned per rank. Calibration loads and the workloads take turns in t
 under several names (perfectly even routing, mostly) is measured once in a round. The rates are fitted
 to the calibration loads alone (those of `equipoise bench calibrate`); then `simulate` predicts every workload and mode
 from the loads that were laid down. Writes rows and `simulate_error_max`, the largest relative error of a predicted
-step, into benchmarks/results/observe.json; other keys stay. The calibration goes to hardware-cpu-ep2.json beside it.
+step, into benchmarks/results/observe.json; other keys stay. The calibration, which `simulate` can read, goes to
+calibrations/cpu-ep2.json beside it.
 
 On GPUs, under a launcher: `--raw FILE --recipe qwen3-30b-a3b -- SETTINGS` measures, `--from FILE --name NAME` fits and
 predicts anywhere; the key is then `simulate_error_max_NAME`.
@@ -169,7 +170,9 @@ def write(raw: Path, name: str, out: Path) -> None:
         row["error"] = guess / row["measured_s"] - 1
         print(f"{load.name:32} {row['measured_s'] * 1e3:9.2f} ms, predicted {guess * 1e3:9.2f} ms {row['error']:+7.1%}")
     worst = max(abs(row["error"]) for row in rows if row["part"] == parts[1])
-    (out.parent / f"hardware-{name}.json").write_text(hardware.to_json())
+    calibration_file = out.parent / "calibrations" / f"{name}.json"
+    calibration_file.parent.mkdir(exist_ok=True)
+    calibration_file.write_text(hardware.to_json())
     key = "simulate_error_max" if name == CPU else f"simulate_error_max_{name}"
     update_results(out, parts, rows, {key: worst}, ["torch", "equipoise", "numba", "scipy"])
     print(json.dumps({key: worst, "rounds": len(values)}))

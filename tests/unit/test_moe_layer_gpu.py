@@ -136,6 +136,8 @@ def test_forward_and_backward_never_wait_for_the_device(layer: Layer) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer.balanced(x, grad)
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the mode does notice
+            x.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -18,9 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+from equipoise.distributed.local import local_part
 
 
 @dataclass
@@ -37,7 +35,7 @@ class _Pair:
 
     def state(self) -> int:
         """Grows with each change in place, of the parameter or of the tensor inside of it."""
-        return self.master._version + _local(self.master)._version
+        return self.master._version + local_part(self.master)._version
 
     @torch.no_grad()
     def take_gradient(self, copy: torch.Tensor) -> None:
@@ -50,9 +48,9 @@ class _Pair:
         if present is None:
             master.grad = self._as_master(gradient if self.is_narrow else gradient.to(master.dtype))
         elif present.dtype == master.dtype:
-            _local(present).add_(gradient)
+            local_part(present).add_(gradient)
         else:
-            master.grad = self._as_master(_local(present).to(master.dtype).add_(gradient))
+            master.grad = self._as_master(local_part(present).to(master.dtype).add_(gradient))
 
     def _as_master(self, local: torch.Tensor) -> torch.Tensor:
         """In the form of the master."""
@@ -96,7 +94,7 @@ class ComputeCopies:
     def _make(self, master: nn.Parameter) -> torch.Tensor:
         pair = self._pairs.get(id(master))
         if pair is None:
-            copy = torch.empty_like(_local(master), dtype=self.dtype, requires_grad=True)
+            copy = torch.empty_like(local_part(master), dtype=self.dtype, requires_grad=True)
             pair = self._pairs[id(master)] = _Pair(master, copy)
             copy.register_post_accumulate_grad_hook(pair.take_gradient)
         return pair.copy
@@ -145,7 +143,7 @@ class ComputeCopies:
                     pair.copy.untyped_storage().resize_(pair.copy.numel() * pair.copy.itemsize)
                 stale.append(pair)
         if stale:
-            torch._foreach_copy_([pair.copy for pair in stale], [_local(pair.master).detach() for pair in stale])
+            torch._foreach_copy_([pair.copy for pair in stale], [local_part(pair.master).detach() for pair in stale])
 
     def release(self) -> int:
         """Frees the copies' memory until the next `refresh`; returns the bytes. Between steps only."""

@@ -2,11 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from equipoise.distributed.local import local_part
 
 
 @torch.no_grad()
@@ -24,7 +21,7 @@ def global_grad_norm(parameters: list[torch.nn.Parameter], shard_group: dist.Pro
     missing = sum(p.grad is None for p in parameters if p.requires_grad)
     if missing:
         raise ValueError(f"{missing} parameters have no gradient: some part of the model was left out of the graph")
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     for dtype in sorted({g.dtype for g in gradients}, key=str):  # one launch takes one dtype
         same = [g for g in gradients if g.numel() and g.dtype == dtype]
@@ -43,5 +40,5 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 def clip_gradients(parameters: list[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scales all gradients by max_norm / norm where the norm is larger; no host sync. Non-finite norms must be
     refused before this."""
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(gradients, clip_factor(norm, max_norm))

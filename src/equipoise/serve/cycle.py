@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from equipoise.accelerator.pinned import host_empty_like
 from equipoise.checkpoint.tensors import model_tensors
 from equipoise.distributed.agree import raise_together
+from equipoise.distributed.local import local_part
 from equipoise.distributed.parking import Holder, park, unpark
 from equipoise.distributed.weight_update import Manifest, Packer, plan_buckets
 from equipoise.distributed.world import World
@@ -83,7 +83,7 @@ class HostState:
             for value in slots.values():
                 if isinstance(value, torch.Tensor) and value.numel() > 1:
                     with torch.no_grad():
-                        yield value.to_local() if isinstance(value, DTensor) else value
+                        yield local_part(value)
 
 
 class _UpdatePlan(NamedTuple):

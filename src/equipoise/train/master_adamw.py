@@ -4,13 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from equipoise.distributed.compute_copies import ComputeCopies
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+from equipoise.distributed.local import local_part
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -51,9 +47,9 @@ class MasterAdamW(torch.optim.AdamW):
             copies = [self.copies.copy_of(p) for p in parameters]
             for parameter, copy, corrections_2 in zip(parameters, copies, corrections_N2):
                 state = self.state[parameter]
-                moments = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
-                gradient = _local(parameter.grad)
-                adamw(_local(parameter), gradient, *moments, copy, corrections_2, gradient_scale, **options)
+                moments = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
+                gradient = local_part(parameter.grad)
+                adamw(local_part(parameter), gradient, *moments, copy, corrections_2, gradient_scale, **options)
             changed = [*parameters, *(copy for copy in copies if copy is not None)]
             torch.autograd.graph.increment_version(changed)
             self.copies.are_fresh(parameters)

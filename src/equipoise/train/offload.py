@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from equipoise.accelerator import Accelerator, Event
 from equipoise.accelerator.pinned import host_empty_like
+from equipoise.distributed.local import local_part
 
 BUCKET_BYTES = 256 << 20
 """Bytes of moments that visit the device together; up to three such buckets are there at a time."""
@@ -43,7 +43,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def new_state(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A moment of zeros in host memory, laid out like `parameter`; a DTensor for a DTensor."""
         moment = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        local = _local(moment)
+        local = local_part(moment)
         local.data = host_empty_like(local).copy_(local)
         return moment
 
@@ -80,7 +80,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, slots in moments.items():
             for moment in slots.values():
-                local = _local(moment)
+                local = local_part(moment)
                 if local.device.type != "cpu":
                     local.data = host_empty_like(local).copy_(local)
             self.state[parameters[index]].update(slots)
@@ -91,7 +91,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         visitors = []
         for parameter, local in self._moments(group):
             homes[id(local)] = local.data
-            visitors.append((local, torch.empty_like(local, device=_local(parameter).device)))
+            visitors.append((local, torch.empty_like(local, device=local_part(parameter).device)))
         allocated = self._accelerator.event()
         allocated.record()
         allocated.wait(self._arriving)  # their memory may have been in use until here
@@ -123,7 +123,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def _moments(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters of a bucket that have a gradient, each with the local tensors of its moments."""
         return [
-            (parameter, _local(value))
+            (parameter, local_part(value))
             for parameter in group["params"]
             if parameter.grad is not None
             for value in self.state.get(parameter, {}).values()
@@ -140,17 +140,12 @@ class _Moved(NamedTuple):
 
 
 @torch.no_grad()
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of this rank: the object itself that a DTensor holds, so that its `data` can be exchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _buckets(parameters: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Parameters in order, in parts whose moments on this rank, both in FP32, have about `bucket_bytes`."""
     part: list[torch.Tensor] = []
     size = 0
     for parameter in parameters:
-        num_bytes = 8 * _local(parameter).numel()
+        num_bytes = 8 * local_part(parameter).numel()
         if part and size + num_bytes > bucket_bytes:
             yield part
             part, size = [], 0

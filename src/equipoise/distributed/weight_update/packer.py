@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from equipoise.distributed.agree import gather_json
+from equipoise.distributed.local import local_part
 from equipoise.distributed.weight_update.manifest import Bucket, TensorSpec
 from equipoise.errors import WeightUpdateError
 from equipoise.kernels.checksum import add_checksum, copy_with_checksum
@@ -161,10 +162,10 @@ class Packer:
 
     def local(self, tensor: str) -> torch.Tensor:
         """That part itself."""
-        return _local(self._tensors[tensor]).detach()
+        return local_part(self._tensors[tensor]).detach()
 
     def _copy(self, copy: "_Copy | _Run", data: torch.Tensor, total: torch.Tensor | None) -> None:
-        local = _local(self._tensors[copy.name])
+        local = local_part(self._tensors[copy.name])
         if isinstance(copy, _Run):
             source = local.detach().view(-1)[copy.start : copy.start + copy.numel]
             _place(data, copy.offset, copy.dtype, source, total)
@@ -185,7 +186,7 @@ class Packer:
             start, size = list(region.start), list(region.size)
             if spec.shape:
                 start[lead], size[lead] = start[lead] + row, count
-            local = _local(self._tensors[region.tensor])
+            local = local_part(self._tensors[region.tensor])
             here = [begin - low for begin, low in zip(start, box[0])]
             inside = all(begin >= 0 and begin + n <= m for begin, n, m in zip(here, size, box[1]))
             if inside and local.is_contiguous() and _is_run(size, box[1]):
@@ -242,10 +243,6 @@ def _is_run(size: Sequence[int], shape: Sequence[int]) -> bool:
     size 1."""
     wide = next((dim for dim, extent in enumerate(size) if extent != 1), len(size))
     return all(size[dim] == shape[dim] for dim in range(wide + 1, len(size)))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _local_box(tensor: torch.Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -42,7 +42,6 @@ class WeightReceiver:
         self.dirty: str | None = None
         self.manifest: Manifest | None = None
         self._sums: dict[int, torch.Tensor] = {}
-        self._totals: torch.Tensor | None = None
         self._copied: set[int] = set()
         self._is_written = False
         self._known: Manifest | None = None
@@ -62,14 +61,15 @@ class WeightReceiver:
             self._known, self._plans = manifest, {}
         if self.dirty is not None and manifest.partial:
             raise WeightUpdateError(f"the weights are dirty ({self.dirty}): a partial update cannot repair them")
-        self.manifest, self._sums, self._totals, self._is_written = manifest, {}, None, False
+        self.manifest, self._sums, self._is_written = manifest, {}, False
         self._copied = set()
 
     def load(self, index: int, data: torch.Tensor) -> None:
         """Puts the pieces of a bucket that belong here into the parameters; uint8, at least as long as the bucket. Each
         byte is read once: the copy computes the checksum as well.
 
-        On an accelerator it puts work on the current stream and does not wait. `data` may be reused behind it.
+        On an accelerator it puts work on the current stream and does not wait. `data` may be reused behind it. Threads
+        may load different buckets at a time: they share nothing.
         """
         bucket = self._open().buckets[index]
         if index in self._sums:
@@ -78,9 +78,8 @@ class WeightReceiver:
             self._plans[index] = self._copies(bucket), bucket.spans(self._open().tensors, without=self.targets)
         copies, others = self._plans[index]
         self._is_written |= bool(copies)
-        if self._totals is None:
-            self._totals = new_totals(len(self._open().buckets), data.device)
-        total = self._sums[index] = self._totals[index]
+        (total,) = new_totals(1, data.device)
+        self._sums[index] = total
         with torch.no_grad():
             for offset, flat, start, numel in copies:
                 source = data[offset : offset + numel * flat.itemsize]
@@ -120,8 +119,8 @@ class WeightReceiver:
             WeightUpdateError: buckets are missing or arrived with other bytes than were sent; the engine is dirty then.
         """
         manifest = self._open()
-        totals = [] if self._totals is None else self._totals.tolist()
-        arrived = {index: totals[index] for index in self._sums}
+        totals = torch.stack(list(self._sums.values())).tolist() if self._sums else []
+        arrived = dict(zip(self._sums, totals))
         try:
             for index, bucket in enumerate(manifest.buckets):
                 needed = any(piece.name in self.targets for piece in bucket.pieces)
@@ -146,7 +145,7 @@ class WeightReceiver:
         """Ends an open update without a commit; harmless without one."""
         if self.manifest is not None and self._is_written:
             self.dirty = f"the update to version {self.manifest.version!r} failed: {reason}"
-        self.manifest, self._sums, self._totals = None, {}, None
+        self.manifest, self._sums = None, {}
 
     def _open(self) -> Manifest:
         if self.manifest is None:
