@@ -168,6 +168,39 @@ def test_after_a_peers_failure_a_hang_ends_long_before_the_deadline() -> None:
     assert "DataError: bad shard" in outcome.output
 
 
+def wait_behind_a_kernel_that_gave_up(raises: bool) -> None:
+    """The host waits for its device; a check can tell after a second that a kernel there has given up."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    me = Status.of_this_process(0)
+    watch = Watch(Board(store), me, 2, store_host="here", deadline_s=600, beat_s=0.1, grace_s=0.5)
+    started = time.monotonic()
+
+    def check() -> None:
+        if time.monotonic() - started > 1:
+            raise RankFailure("waited for rank 1 on the device")
+
+    watch.add_check(check)
+    watch.start()
+    with watch.operation("step 2"):
+        if raises:
+            time.sleep(1.2)
+            check()
+        time.sleep(600)
+
+
+def test_what_a_kernel_found_ends_a_host_that_waits_for_its_device() -> None:
+    (outcome,) = observe_ranks(wait_behind_a_kernel_that_gave_up, 1, False, deadline_s=30)
+    assert outcome.exit_code == WATCHDOG_EXIT_CODE
+    assert 'RankFailure: "step 2" on rank 0' in outcome.output
+    assert "waited for rank 1 on the device" in outcome.output
+
+
+def test_a_host_that_finds_it_out_by_itself_raises() -> None:
+    (outcome,) = observe_ranks(wait_behind_a_kernel_that_gave_up, 1, True, deadline_s=30)
+    assert outcome.exit_code == 1
+    assert outcome.traceback.endswith("RankFailure: waited for rank 1 on the device\n")
+
+
 def lose_the_store() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     own = store.clone()

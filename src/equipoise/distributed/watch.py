@@ -23,6 +23,7 @@ from equipoise.errors import RankFailure
 
 WATCHDOG_EXIT_CODE = 75
 PUBLICATIONS_PER_S = 2000  # of all ranks together: what the store's one thread serves without effort
+FOUND_S = 5.0  # from a check's finding to the end of the process, if it does not raise by itself
 STORE_S = 10.0  # allowed for the store to answer
 ERROR_CHARACTERS = 2000
 ASK_EACH = 128  # members of a group in which each rank looks up the others by itself
@@ -83,6 +84,7 @@ class Watch:
         self._failed = (0, "")  # an exception's id and the innermost operation that it left
         self._explaining = False  # the watchdog waits: explaining is bounded by itself
         self._peer_failed_at: float | None = None
+        self._checks: list[Callable[[], None]] = []
         self._threads = [
             threading.Thread(target=self._beat, name="equipoise-beat", daemon=True),
             threading.Thread(target=self._watchdog, name="equipoise-watchdog", daemon=True),
@@ -159,6 +161,24 @@ class Watch:
         with self._lock:
             self._progressed = time.monotonic()
 
+    def add_check(self, check: Callable[[], None]) -> None:
+        """Has the watchdog call `check` several times a second, from its thread, until it raises.
+
+        For failures that the host could learn of while it waits for a device that will not answer any more: a kernel
+        has given up, and a collective queued behind it waits for a rank that is gone. The process has `grace_s` to
+        raise by itself; then it ends with WATCHDOG_EXIT_CODE and what `check` raised. `check` must not block.
+        """
+        self._checks.append(check)
+
+    def _finding(self) -> str | None:
+        """What a check has found."""
+        for check in self._checks:
+            try:
+                check()
+            except Exception as error:
+                return str(error)
+        return None
+
     def _note_failure(self, error: BaseException) -> None:
         """Keeps the innermost operation that an exception left."""
         with self._lock:
@@ -199,6 +219,7 @@ class Watch:
 
     def _watchdog(self) -> None:
         tick_s = min(1.0, self._deadline_s / 10, self._grace_s / 4)
+        found_at: float | None = None
         while not self._stopped.wait(tick_s):
             with self._lock:
                 operation = self._stack[-1] if self._stack else None
@@ -212,6 +233,10 @@ class Watch:
                 since = time.monotonic() - max(progressed, self._peer_failed_at)
                 late = since > self._grace_s
                 reason = f"made no progress for {since:.1f} s after a rank had failed"
+            if (finding := self._finding()) is not None:
+                found_at = found_at or time.monotonic()
+                late = late or time.monotonic() - max(progressed, found_at) > min(self._grace_s, FOUND_S)
+                reason = finding
             if late:
                 message = self._explain(operation, reason)
                 with self._lock:

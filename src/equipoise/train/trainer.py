@@ -82,6 +82,8 @@ class Trainer:
                 dispatch=config.dispatch,
                 timeout_s=config.parallel.timeout_s,
             )
+        if self.model.symmetric_space is not None:
+            world.watch.add_check(self.model.symmetric_space.check)
         world.accelerator.manual_seed(loop.seed + world.rank)
         self.optimizer = build_optimizer(self.model, config.optimizer, world.accelerator)
         self.loader = Loader(
