@@ -66,6 +66,7 @@ class Case:
     """Parameters with this in their name are not trained."""
     limit: float = 1e-5
     """Norm-relative difference that rounding may make."""
+    compute_dtype: torch.dtype = torch.float32
     workload: Workload | None = None
     """Lays the routing down; not for comparisons with plain training, whose ranks are one."""
 
@@ -133,7 +134,8 @@ def train_plainly(case: Case, world_size: int, steps: int = 3) -> Trained:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """On the CPU, where the reference is."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
 def build_case_meshes(case: Case, world: World) -> Meshes:
@@ -149,6 +151,7 @@ def train_in_parallel(case: Case, world: World, steps: int = 3, meshes: Meshes |
         meshes,
         world.device,
         SEED,
+        compute_dtype=case.compute_dtype,
         dispatcher=case.dispatcher,
         recompute=case.recompute,
         balance=case.balance,
