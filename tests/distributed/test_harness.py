@@ -88,7 +88,7 @@ def test_the_deadline_shows_stacks_and_kills_ranks_with_their_children(tmp_path)
     child = (tmp_path / "pid").read_text()
     time.sleep(0.2)
     state = subprocess.run(["ps", "-o", "stat=", "-p", child], capture_output=True, text=True).stdout.strip()
-    assert state in ("", "Z"), f"grandchild {child} still runs"
+    assert state[:1] in ("", "Z"), f"grandchild {child} still runs"
 
 
 def test_observing_returns_how_each_rank_ended() -> None:
