@@ -6,8 +6,8 @@ Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and M
 one thread. `fn` is a top-level function of an importable module or of a test file. At the deadline every rank
 writes the stacks of its threads, then all are killed; no process outlives the call.
 
-Ranks are forked from one nursery, a process that has imported torch and nothing of ours and has started no thread:
-importing torch takes longer than most tests.
+Ranks are forked from one nursery, a process that has imported torch and most of ours and has started no thread:
+importing that takes longer than most tests. Nothing of ours does more when it is imported than define.
 """
 
 import atexit
@@ -38,7 +38,11 @@ PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "torch._dynamo",  # which the meta device imports
-    "pydantic",
+    "pytest",
+    "equipoise.train.run",
+    "equipoise.serve.engine",
+    "distributed.balance_rig",
+    "distributed.rig",
 )
 STACKS_S = 1.0  # time that a rank is given to write its stacks before it is killed
 
@@ -286,6 +290,8 @@ def _rank_main(job: Path, rank: int) -> int:
 def _nursery_main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("triton_interpreter").quicken()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anybody prints must not be taken for an answer
     questions = iter(sys.stdin.readline, "")
