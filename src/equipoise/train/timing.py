@@ -22,7 +22,7 @@ class PhaseTimer:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._unused: list[Event] = []  # events of earlier steps, to be recorded anew
         self._spans: list[tuple[Phase, Event, Event]] = []
         self._start: Event | None = None
@@ -60,7 +60,7 @@ class PhaseTimer:
         return seconds
 
     def _mark(self) -> Event:
-        event = self._unused.pop() if self._unused else self._accelerator.event(timing=True)
+        event = self._unused.pop() if self._unused else self.accelerator.event(timing=True)
         event.record()
         return event
 
