@@ -40,7 +40,10 @@ class MasterAdamW(torch.optim.AdamW):
                     state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             steps = [self.state[p]["step"] for p in parameters]
-            torch._foreach_add_(steps, 1 if gradient_scale is None else (~gradient_scale.isnan()).float())
+            if gradient_scale is None:
+                torch._foreach_add_(steps, 1)
+            else:  # a list, since one tensor for all would be read on the host
+                torch._foreach_add_(steps, [(~gradient_scale.isnan()).float()] * len(steps))
             steps_N = torch.stack(steps).double()  # in FP32, 1 - 0.999 would keep four digits
             first_N, second_N = (1 - beta**steps_N for beta in group["betas"])
             corrections_N2 = torch.stack([first_N, second_N.sqrt()], 1).float()
