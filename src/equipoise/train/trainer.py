@@ -108,6 +108,8 @@ class Trainer:
         self.step = 0
         self.metrics_position = 0
         self.last_record: dict[str, Any] = {}
+        self.logs_late = world.device.type != "cpu"
+        """Whether a step is logged when the next one has been made, so that the host need not wait for its update."""
         self._waiting: Callable[[], None] | None = None  # logs the last step
         self.trace: LoadRecorder | None = None
         self.resumed_from: Path | None = None
@@ -152,7 +154,7 @@ class Trainer:
                 every = self.config.checkpoint.every
                 saves = last or stopping or bool(every and self.step % every == 0)
                 self._waiting = partial(log, self.step, result, lr, times, evaluated, last or stopping)
-                if saves or self.world.device.type == "cpu":
+                if saves or not self.logs_late:
                     self._log_waiting()
                 if saves:
                     if writer is not None:
