@@ -1,8 +1,9 @@
 """Training speed on one accelerator: a Qwen3-30B-A3B-shaped model at the depth that fits, ours against transformers'.
 
-All train on the same random tokens with AdamW at BF16 compute, a step at a time, in processes of their own; every
-variant's figure is its median step. Ours keeps FP32 master weights and moments, as the trainer does. There are two
-peers, both transformers' own model with its `grouped_mm` experts and PyTorch's fused attention and AdamW:
+All train on the same random tokens with AdamW at BF16 compute, in processes of their own; every variant's figure is its
+median step, from the end of one to the end of the next on the device, with no wait in between but the variant's own.
+Ours keeps FP32 master weights and moments, as the trainer does. There are two peers, both transformers' own model with
+its `grouped_mm` experts and PyTorch's fused attention and AdamW:
 
 * equal numerics: FP32 weights and moments with BF16 compute, through FSDP2 (autocast would leave the products of its
   experts in FP32). It is the same training as ours, and what `over_transformers` compares with.
@@ -12,6 +13,9 @@ peers, both transformers' own model with its `grouped_mm` experts and PyTorch's 
 transformers' model is compiled in two ways: as a whole, and layer by layer with the loss apart, so that its causal mask
 is made outside of compiled code, where it can be left out. The faster counts. Each variant splits a step's sequences
 into the microbatches that fit its memory.
+
+A variant that does not fit is tried again with half the microbatch; one that fails is named in the results file and
+takes nothing from the others.
 
 Run: python benchmarks/train_gpu.py [--layers N] [--sequences N] [--steps N]   (writes
 benchmarks/results/train-h200.json)
@@ -24,9 +28,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from equipoise.bench.results import results_folder, write_results
 
@@ -53,27 +58,45 @@ VARIANTS = (
 )
 
 
-def batch(step: int, sequences: int, device):
-    """Token ids [sequences, LENGTH] and next-token labels of a step."""
+def batch(step: int, sequences: int):
+    """Token ids [sequences, LENGTH] and next-token labels of a step, in pinned memory."""
     import torch
 
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, MODEL["vocab_size"], (sequences, LENGTH + 1), generator=generator)
-    return ids[:, :-1].contiguous().to(device), ids[:, 1:].contiguous().to(device)
+    return ids[:, :-1].contiguous().pin_memory(), ids[:, 1:].contiguous().pin_memory()
 
 
-def time_steps(run_step: Callable[[int], None], steps: int) -> list[float]:
-    """Seconds of each step after the warm-up."""
+def time_steps(run_step: Callable[[Any, Any], None], sequences: int, steps: int) -> list[float]:
+    """Seconds of each step after the warm-up, from the end of one step to the end of the next on the device.
+
+    Nothing waits for the device between the steps but what a step itself waits for, and batches are made before.
+    """
     import torch
 
-    seconds = []
-    for step in range(WARM_UP + steps):
+    batches = [batch(index, sequences) for index in range(WARM_UP + steps)]
+    ends = []
+    for ids, labels in batches:
+        run_step(ids, labels)
+        end = torch.Event(device=torch.accelerator.current_accelerator(), enable_timing=True)
+        end.record()
+        ends.append(end)
+        if len(ends) == WARM_UP:
+            torch.accelerator.synchronize()
+    torch.accelerator.synchronize()
+    return [start.elapsed_time(end) / 1000 for start, end in pairwise(ends[WARM_UP - 1 :])]
+
+
+def print_profile(run_step: Callable[[Any, Any], None], sequences: int, num_rows: int) -> None:
+    """Where the time of one step goes."""
+    import torch
+    from torch.profiler import profile
+
+    with profile() as profiler:
+        run_step(*batch(99, sequences))
         torch.accelerator.synchronize()
-        start = time.perf_counter()
-        run_step(step)
-        torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds[WARM_UP:]
+    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=num_rows, max_name_column_width=70)
+    print(table)
 
 
 def run_equipoise(options: argparse.Namespace) -> dict:
@@ -111,24 +134,16 @@ def run_equipoise(options: argparse.Namespace) -> dict:
         tokens = options.sequences * LENGTH
         losses = []
 
-        def step(index: int) -> None:
-            ids, labels = batch(index, options.sequences, "cpu")
+        def step(ids: torch.Tensor, labels: torch.Tensor) -> None:
             timer.start_step()
             parts = zip(ids.split(options.micro), labels.split(options.micro))
             batches = [Batch(i, k, None, None, i.numel(), i.numel()) for i, k in parts]
             sums, counts = runner.forward_backward(batches, tokens)
-            result, norm = runner.reduce(sums, counts, tokens, stop=False)
-            runner.update(result, norm, LR)
-            losses.append(result.loss)
+            losses.append(runner.finish(sums, counts, tokens, LR).loss)
 
-        seconds = time_steps(step, options.steps)
+        seconds = time_steps(step, options.sequences, options.steps)
         if options.profile:
-            from torch.profiler import profile
-
-            with profile() as profiler:
-                step(99)
-                torch.accelerator.synchronize()
-            print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70))
+            print_profile(step, options.sequences, 45)
         return {
             "seconds": seconds,
             "losses": losses,
@@ -185,9 +200,9 @@ def run_transformers(options: argparse.Namespace, by_layer: bool, masters: bool)
     else:
         whole = torch.compile(model)
 
-    def step(index: int) -> None:
-        ids, labels = batch(index, options.sequences, device)
-        total = 0.0
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> None:
+        ids, labels = ids.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        total = torch.zeros((), device=device)
         for i, k in zip(ids.split(options.micro), labels.split(options.micro)):
             loss = forward(i, k) if by_layer else whole(input_ids=i, labels=k, shift_labels=k).loss
             loss = loss * len(i) / len(ids)
@@ -196,34 +211,42 @@ def run_transformers(options: argparse.Namespace, by_layer: bool, masters: bool)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(total))
+        losses.append(total)  # read at the end: it is not in this loop's way
 
-    seconds = time_steps(step, options.steps)
+    seconds = time_steps(step, options.sequences, options.steps)
     if options.profile:
-        from torch.profiler import profile
-
-        with profile() as profiler:
-            step(99)
-            torch.accelerator.synchronize()
-        print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70))
+        print_profile(step, options.sequences, 30)
+    losses = [float(loss) for loss in losses]
     return {"seconds": seconds, "losses": losses, "memory_bytes": torch.accelerator.max_memory_allocated()}
 
 
-def start(variant: str, options: argparse.Namespace) -> dict:
-    """Runs one variant in a process of its own."""
+def start(variant: str, options: argparse.Namespace) -> dict | str:
+    """Runs one variant in a process of its own, with a smaller microbatch where memory does not suffice. Its output is
+    kept in `options.logs`. Returns its result, or why there is none."""
+    micro = options.micro if variant == "equipoise" else options.transformers_micro
+    if EQUAL_NUMERICS in variant:
+        micro = options.transformers_fp32_micro
+    env = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    options.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        env = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
         command = [sys.executable, __file__, "--work", variant, "--out", str(out), "--kernel", options.kernel]
-        micro = options.micro if variant == "equipoise" else options.transformers_micro
-        if EQUAL_NUMERICS in variant:
-            micro = options.transformers_fp32_micro
-        command += ["--micro", str(micro)]
         for name in ("layers", "sequences", "steps"):
             command += [f"--{name}", str(getattr(options, name))]
-        subprocess.run(command + ["--profile"] * options.profile, env=env, check=True)
-        return json.loads(out.read_text()) | {"micro": micro}
+        command += ["--profile"] * options.profile
+        while True:
+            path = options.logs / f"{variant.replace(',', '').replace(' ', '-')}-{micro}.log"
+            with path.open("w") as log:
+                done = subprocess.run([*command, "--micro", str(micro)], env=env, stdout=log, stderr=subprocess.STDOUT)
+            if done.returncode == 0:
+                return json.loads(out.read_text()) | {"micro": micro}
+            if "OutOfMemoryError" not in path.read_text():
+                return f"exit code {done.returncode}, see {path.name}"
+            print(f"{variant}: out of memory with microbatches of {micro}", flush=True)
+            if micro == 1:
+                return "out of memory with microbatches of one sequence"
+            micro //= 2
 
 
 def main() -> None:
@@ -236,6 +259,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each variant")
     parser.add_argument("--kernel", default="auto", help="our expert kernel")
     parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=VARIANTS)
+    parser.add_argument(
+        "--logs", type=Path, default=Path(tempfile.gettempdir(), "train-gpu"), help="folder of the logs"
+    )
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
     parser.add_argument("--work", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -246,40 +272,51 @@ def main() -> None:
         result = run_equipoise(options) if is_ours else run_transformers(options, *kind)
         options.out.write_text(json.dumps(result))
         return
+    rows: list[dict] = []
+    failed: dict[str, str] = {}
+    tokens = options.sequences * LENGTH
+    for variant in options.variants:
+        result = start(variant, options)
+        if isinstance(result, str):
+            failed[variant] = result
+            print(f"{variant}: {result}", flush=True)
+            continue
+        seconds = statistics.median(result["seconds"])
+        row = {"variant": variant, "tokens_per_second": tokens / seconds, "step_s_median": seconds}
+        rows.append(row | {"microbatch_sequences": result.pop("micro")} | result)
+        memory, loss = result["memory_bytes"] / 2**30, result["losses"][-1]
+        print(f"{variant:43} {tokens / seconds:9.0f} tokens/s, {memory:.1f} GiB, loss {loss:.3f}", flush=True)
+        write(rows, failed, options)  # each time: whatever stops a later variant takes nothing from this one
+    if failed:
+        sys.exit(1)
+
+
+def write(rows: list[dict], failed: dict[str, str], options: argparse.Namespace) -> None:
+    """Puts the rows there are and what follows from them into the results file."""
     import torch
 
     from equipoise.accelerator.peak_flops import peak_flops
 
-    rows = []
-    tokens = options.sequences * LENGTH
-    for variant in options.variants:
-        result = start(variant, options)
-        rate = tokens / statistics.median(result["seconds"])
-        row = {"variant": variant, "tokens_per_second": rate, "step_s_median": statistics.median(result["seconds"])}
-        row["microbatch_sequences"] = result.pop("micro")
-        rows.append(row | result)
-        memory = result["memory_bytes"] / 2**30
-        print(f"{variant:26} {rate:9.0f} tokens/s, {memory:.1f} GiB, loss {result['losses'][-1]:.3f}", flush=True)
     rates = {row["variant"]: row["tokens_per_second"] for row in rows}
-    if "equipoise" not in rates or len(rates) < 2:
-        return
+    ours = next((row for row in rows if row["variant"] == "equipoise"), None)
     name = torch.get_device_module().get_device_name()
     peak = peak_flops(name, torch.bfloat16)
 
     def over(kind: str) -> float | None:
         """Our rate over the fastest peer of a kind."""
         peers = [rate for variant, rate in rates.items() if kind in variant]
-        return rates["equipoise"] / max(peers) if peers else None
+        return rates["equipoise"] / max(peers) if peers and ours else None
 
     summary = {
         "over_transformers": over(EQUAL_NUMERICS),
         "over_transformers_peer": "equal numerics: FP32 weights, moments; BF16 compute by FSDP2; compiled, grouped_mm",
         "over_transformers_bf16": over(PURE_BF16),
         "over_transformers_bf16_peer": "pure BF16: weights and moments too, compiled, grouped_mm; another training",
-        "mfu": rates["equipoise"] * rows[0]["flops_per_token"] / peak if peak else None,
+        "mfu": rates["equipoise"] * ours["flops_per_token"] / peak if peak and ours else None,
         "model": MODEL | {"num_hidden_layers": options.layers},
-        "tokens_per_step": tokens,
+        "tokens_per_step": options.sequences * LENGTH,
         "sequence_length": LENGTH,
+        "not_measured": failed,
     }
     path = write_results(
         results_folder() / "train-h200.json",
@@ -288,7 +325,7 @@ def main() -> None:
         ["torch", "triton", "transformers", "equipoise"],
         {"accelerator": name},
     )
-    print(json.dumps(summary, indent=1), f"\nwritten to {path}")
+    print(json.dumps(summary, indent=1), f"\nwritten to {path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,34 @@ def test_steps_equal_torch(scale: float | None, microbatches: int) -> None:
             torch.testing.assert_close(optimizer.state[got][slot], value, rtol=1e-5, atol=2e-6)
 
 
+def test_a_scale_of_nan_leaves_everything_as_it_is() -> None:
+    """As if the step had not been: also where the gradients are no numbers."""
+    made = []
+    for left_out in (None, 0, 2):
+        model = Weights()
+        copies = ComputeCopies(NARROW)
+        copies.add(model)
+        optimizer = MasterAdamW(groups(model), copies, **OPTIONS)
+        copies.refresh()
+        for step in range(3):
+            if step == left_out:
+                give(model, {name: torch.full_like(g, torch.nan) for name, g in gradients(7).items()})
+                optimizer.step(gradient_scale=torch.tensor(torch.nan, device=DEVICE))
+                optimizer.zero_grad()
+                copies.refresh()
+            give(model, gradients(step))
+            optimizer.step(gradient_scale=torch.tensor(0.5, device=DEVICE))
+            optimizer.zero_grad()
+        made.append((model, optimizer))
+    want, reference = made[0]
+    for model, optimizer in made[1:]:
+        for (name, got), parameter in zip(model.named_parameters(), want.parameters()):
+            assert torch.equal(got, parameter)
+            assert torch.equal(getattr(model, name), got.to(NARROW))
+            for slot, value in reference.state[parameter].items():
+                assert torch.equal(optimizer.state[got][slot], value), slot
+
+
 def test_copies_are_not_made_again(monkeypatch) -> None:
     model = Weights()
     copies = ComputeCopies(NARROW)

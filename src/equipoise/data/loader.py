@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from equipoise.accelerator.pinned import to_device
 from equipoise.data.dataset import IGNORED_LABEL, TokenDataset
 from equipoise.errors import ConfigError, DataError
 
@@ -35,13 +36,13 @@ class Batch:
     num_bytes: int
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch with its tensors on `device`."""
+        """The same batch with its tensors on `device`. The host does not wait for the device's work."""
         return replace(
             self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            position_ids=None if self.position_ids is None else self.position_ids.to(device, non_blocking=True),
-            document_ids=None if self.document_ids is None else self.document_ids.to(device, non_blocking=True),
+            input_ids=to_device(self.input_ids, device),
+            labels=to_device(self.labels, device),
+            position_ids=None if self.position_ids is None else to_device(self.position_ids, device),
+            document_ids=None if self.document_ids is None else to_device(self.document_ids, device),
         )
 
 

@@ -16,10 +16,11 @@ def _adamw_kernel(
     rest_2, eps, HAS_COPY: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < N
+    scale = tl.load(scale_ptr)
+    mask = at < (tl.where(scale == scale, N, 0) if HAS_SCALE else N)
     grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if HAS_SCALE:
-        grad *= tl.load(scale_ptr)
+        grad *= scale
     first = tl.load(first_ptr + at, mask=mask, other=0.0)
     first += rest_1 * (grad - first)
     second = beta_2 * tl.load(second_ptr + at, mask=mask, other=0.0) + rest_2 * grad * grad
@@ -54,7 +55,7 @@ def adamw(
         grad: of that shape, float32 or 16 bits.
         copy: gets the new weight; 16 bits, contiguous; or None.
         corrections_2: float32: 1 - beta1^t, and the root of 1 - beta2^t.
-        scale: float32 scalar on the device that the gradient is multiplied with; None for 1.
+        scale: float32 scalar on the device that the gradient is multiplied with; None for 1. NaN: nothing changes.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
     """
     for name, tensor in (("weight", weight), ("first", first), ("second", second), ("copy", copy)):

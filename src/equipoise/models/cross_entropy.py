@@ -19,8 +19,9 @@ IGNORED_LABEL = -100
 """Label of a position that takes no part in the loss (as in transformers)."""
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 26}
-_DEVICE_CHUNK_ELEMENTS = 1 << 29
-"""Logits held at once: 64 M on a CPU, 512 M elsewhere, where small products are slow (1 GiB in BF16)."""
+_DEVICE_CHUNK_ELEMENTS = 5 << 28
+"""Logits held at once: 64 M on a CPU, 1280 M elsewhere (2.5 GiB in BF16), where each chunk's share of the weight's
+gradient costs a pass over that gradient."""
 
 
 def plain_cross_entropy(x_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         want_x, want_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
         grad_x = torch.empty_like(x_TD) if want_x else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if want_weight else None
+        grad_weight = None
         logprobs = torch.empty(0 if temperature is None else x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
         ctx.mark_non_differentiable(logprobs)
         start = 0
@@ -79,15 +80,15 @@ class _CrossEntropy(torch.autograd.Function):
             logits = F.linear(x, weight_VD)
             if temperature is not None:
                 logprobs[part] = _fused(_log_probabilities, x.device.type)(logits, labels, temperature)
-            if grad_x is None and grad_weight is None:
+            if not (want_x or want_weight):
                 loss += F.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="sum")
                 continue
             loss_of_part, gradient = _loss_and_gradient(logits, labels)
             loss += loss_of_part
             if grad_x is not None:
                 torch.mm(gradient, weight_VD, out=grad_x[part])
-            if grad_weight is not None:
-                _add_product(grad_weight, gradient.T, x)
+            if want_weight:
+                grad_weight = _add_product(grad_weight, gradient.T, x)
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return loss, logprobs
@@ -98,21 +99,28 @@ class _CrossEntropy(torch.autograd.Function):
         return (
             # In FP32: a factor such as 1 / tokens, rounded to BF16, would scale every gradient by up to 0.4 % too much.
             None if grad_x is None else (grad_x.float() * grad).to(grad_x.dtype),
-            None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
+            None if grad_weight is None else _scaled(grad_weight, grad, ctx.weight_dtype),
             None,
             None,
             None,
         )
 
 
-def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a @ b in FP32, also of 16-bit matrices."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b)
-    elif a.device.type == "cuda":
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        out += a @ b
+def _add_product(out: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """out += a @ b in FP32, also of 16-bit matrices; without `out`, the product alone. Returns the sum."""
+    if a.dtype == torch.float32:
+        return a @ b if out is None else out.addmm_(a, b)
+    if a.device.type == "cuda":
+        if out is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    product = (a @ b).float()
+    return product if out is None else out.add_(product)
+
+
+def _scaled(value: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The FP32 product, rounded to `dtype`, in one pass over memory."""
+    return torch.mul(value, factor, out=torch.empty_like(value, dtype=dtype))
 
 
 def linear_cross_entropy(x_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,8 @@ class MasterAdamW(torch.optim.AdamW):
     def step(self, closure: None = None, gradient_scale: torch.Tensor | None = None) -> None:  # type: ignore[override]
         """One step of all parameters that have a gradient. Takes no closure.
 
-        `gradient_scale`: float32 scalar on the device, which multiplies every gradient (clipping).
+        `gradient_scale`: float32 scalar on the device, which multiplies every gradient (clipping). If it is NaN,
+        nothing changes: so a step can be left out without the host's knowing.
         """
         from equipoise.kernels.adamw_triton import adamw
 
@@ -39,7 +40,10 @@ class MasterAdamW(torch.optim.AdamW):
                     state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             steps = [self.state[p]["step"] for p in parameters]
-            torch._foreach_add_(steps, 1)
+            if gradient_scale is None:
+                torch._foreach_add_(steps, 1)
+            else:  # a list, since one tensor for all would be read on the host
+                torch._foreach_add_(steps, [(~gradient_scale.isnan()).float()] * len(steps))
             steps_N = torch.stack(steps).double()  # in FP32, 1 - 0.999 would keep four digits
             first_N, second_N = (1 - beta**steps_N for beta in group["betas"])
             corrections_N2 = torch.stack([first_N, second_N.sqrt()], 1).float()

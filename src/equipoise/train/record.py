@@ -62,8 +62,9 @@ class StepRecorder:
             f"MFU refers to {self.peak.flops / 1e12:.3g} TFLOP/s per rank ({self.peak.source})",
         ]
 
-    def record(self, result: StepResult, lr: float, times: dict[str, float], seconds: float) -> dict[str, Any]:
-        """Fields of one step; `seconds` is its wall time, `times` its phases."""
+    def record(self, result: StepResult, lr: float, times: dict[str, float]) -> dict[str, Any]:
+        """Fields of one step; `times` of `StepTimes.seconds`."""
+        seconds = times["time_step_s"]
         self.steps_recorded += 1
         memory = self.world.accelerator.memory()
         loads = load_metrics(result.counts_LE, result.rank_imbalance_L, result.rank_imbalance_max)

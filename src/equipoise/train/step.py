@@ -3,15 +3,18 @@
 Shapes: B sequences, S tokens, L MoE layers, E experts, N microbatches of the step.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from equipoise.accelerator.pinned import to_device, to_host
 from equipoise.data import IGNORED_LABEL, Batch
 from equipoise.distributed.collectives import all_reduce_sum
 from equipoise.distributed.gradients import clip_factor, clip_gradients, global_grad_norm
@@ -43,11 +46,16 @@ def padding_mask(batch: Batch) -> torch.Tensor | None:
 
     Padding is the rest of a sequence behind its last packed document, and whole sequences without a single label.
     """
+    # By NumPy: for each such operation torch wakes a thread per core. Where other processes have the cores that took
+    # 8 ms each, and the device was idle.
     if batch.document_ids is not None:
-        valid = batch.document_ids >= 0
+        valid = batch.document_ids.numpy() >= 0
+    elif batch.num_valid_tokens == batch.labels.numel():
+        return None
     else:
-        valid = (batch.labels != IGNORED_LABEL).any(1, keepdim=True).expand(batch.labels.shape)
-    return None if bool(valid.all()) else valid.contiguous()
+        labels = batch.labels.numpy()
+        valid = np.broadcast_to((labels != IGNORED_LABEL).any(1, keepdims=True), labels.shape)
+    return None if valid.all() else torch.from_numpy(np.ascontiguousarray(valid))
 
 
 def run_model(
@@ -62,7 +70,7 @@ def run_model(
     `padding_mask`."""
     valid = padding_mask(batch) if valid is None else valid
     if valid is not None:
-        valid = valid.to(device, non_blocking=True)
+        valid = to_device(valid, device)
     batch = batch.to(device)
     recorded: dict[str, Any] = {}
     if rollout is not None:
@@ -82,7 +90,7 @@ class StepResult:
 
     loss: mean cross-entropy per valid token, nats. aux_loss, z_loss: mean over MoE layers, before their weights.
     mtp_loss: mean over the multi-token-prediction layers of their cross-entropy sum / `num_tokens`, before its weight.
-    counts_LE: int64 tokens of each expert over all ranks and microbatches.
+    counts_LE: int64 tokens of each expert over all ranks and microbatches. Like all tensors here on the CPU.
     rank_imbalance_L: max over mean of the rank loads in an EP group, mean over microbatches and EP groups.
     rank_imbalance_max: the largest of any layer, microbatch and EP group.
     saving: the largest of the ranks' numbers for the checkpoint that is being written.
@@ -105,6 +113,51 @@ class StepResult:
     balance: BalanceResult | None = None
     rollout: RolloutResult | None = None
     router_counts_LE: torch.Tensor | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the update may be made."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class _Reduced:
+    """A step's results on the device, summed over the ranks: `parts` by name, and all of them in one float64 vector, so
+    that one copy brings them to the host."""
+
+    def __init__(self, num_tokens: int, parts: dict[str, torch.Tensor]) -> None:
+        self.num_tokens, self.parts = num_tokens, parts
+        self.values = torch.cat([part.double().reshape(-1) for part in parts.values()])
+        self.norm = parts["losses"][4]
+        self.is_finite = parts["losses"][::4].isfinite().all()  # loss and norm
+        self.bias_counts_LE = parts.get("router_counts_LE", parts["counts_LE"])
+
+    def result(self, values: torch.Tensor) -> StepResult:
+        """From `values` on the host."""
+        pieces = values.split([part.numel() for part in self.parts.values()])
+        found = {name: piece.view(part.shape).to(part.dtype) for (name, part), piece in zip(self.parts.items(), pieces)}
+        loss, aux_loss, z_loss, mtp_loss, grad_norm = found["losses"].tolist()
+        worst, stop, saving, *largest = found["largest"].tolist()
+        balance, rollout = None, None
+        if "balance" in found:
+            balance = BalanceResult(found["after_L"], largest.pop(0), *found["balance"].tolist())
+        if "rollout" in found:
+            rollout = result_of(dict(zip(ROLLOUT_SUMS, found["rollout"].tolist())) | {ROLLOUT_MAX: largest.pop(0)})
+        return StepResult(
+            loss=loss,
+            aux_loss=aux_loss,
+            z_loss=z_loss,
+            mtp_loss=mtp_loss,
+            grad_norm=grad_norm,
+            num_tokens=self.num_tokens,
+            counts_LE=found["counts_LE"],
+            rank_imbalance_L=found["imbalance_L"],
+            rank_imbalance_max=worst,
+            stop_requested=stop > 0,
+            saving=int(saving),
+            balance=balance,
+            rollout=rollout,
+            router_counts_LE=found.get("router_counts_LE"),
+        )
 
 
 class TrainStep:
@@ -231,13 +284,58 @@ class TrainStep:
             rollouts = agree_on_known(rollouts, valid, group, self.device)
         return valid, [rollout.to(self.device) for rollout in rollouts]
 
+    def finish(
+        self,
+        sums: dict[str, torch.Tensor],
+        counts_NLE: torch.Tensor,
+        num_tokens: int,
+        lr: float,
+        stop: bool = False,
+        saving: int = 0,
+    ) -> StepResult:
+        """`reduce`, and `update` unless the loss or the norm is not finite (`StepResult.is_finite`). Gradients are
+        cleared either way.
+
+        Where the optimizer can leave a step out by itself, the update is enqueued before the host knows the results:
+        the device goes on with it while the host reads them and begins the next step.
+        """
+        if not isinstance(self.optimizer, MasterAdamW) or self.model.symmetric_space is not None:
+            result, norm = self.reduce(sums, counts_NLE, num_tokens, stop, saving)
+            if result.is_finite:
+                self.update(result, norm, lr)
+            else:
+                self.optimizer.zero_grad()
+            return result
+        reduced = self._reduce(sums, counts_NLE, num_tokens, stop, saving)
+        values = to_host(reduced.values)
+        arrived = self.timer.accelerator.event()
+        arrived.record()
+        factor = clip_factor(reduced.norm, self.max_grad_norm) if self.max_grad_norm else torch.ones_like(reduced.norm)
+        self._set_lr(lr)
+        self.optimizer.step(gradient_scale=torch.where(reduced.is_finite, factor, torch.nan))
+        self.optimizer.zero_grad()
+        self._move_selection_biases(reduced.bias_counts_LE * reduced.is_finite)  # equal counts move nothing
+        arrived.synchronize()
+        return reduced.result(values)
+
     def reduce(
         self, sums: dict[str, torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool, saving: int = 0
     ) -> tuple[StepResult, torch.Tensor]:
         """Sums a step's results over the ranks; returns them and the gradient norm as a device scalar.
 
-        Of `stop` and `saving` (a small number, see `StepResult`) every rank gets the largest.
+        Of `stop` and `saving` (a small number, see `StepResult`) every rank gets the largest. Waits for the device,
+        once.
         """
+        reduced = self._reduce(sums, counts_NLE, num_tokens, stop, saving)
+        result = reduced.result(reduced.values.cpu())
+        if self.model.symmetric_space is not None:
+            self.model.symmetric_space.check()  # whatever a kernel has found out is known now, before the update
+        return result, reduced.norm
+
+    def _reduce(
+        self, sums: dict[str, torch.Tensor], counts_NLE: torch.Tensor, num_tokens: int, stop: bool, saving: int
+    ) -> "_Reduced":
+        """Enqueues the reductions of a step and waits for none of them."""
         sizes, everyone = self.meshes.sizes, self.meshes.world_group
         group_counts_NLE = counts_NLE
         if sizes.ep > 1:
@@ -247,17 +345,16 @@ class TrainStep:
         worst = torch.ones((), dtype=torch.float64, device=self.device)
         if imbalance_NL.numel():
             worst = torch.maximum(worst, imbalance_NL.max())
-        is_replayed = ROLLOUT_MAX in sums
-        maxima = [worst, worst.new_tensor([float(stop), float(saving)])]
+        maxima = [worst, worst.new_full((), float(stop)), worst.new_full((), float(saving))]
         balance_sums: list[torch.Tensor] = []
         if self.balancer is not None:
             after_L, totals, worst_after = sum_records(
                 self.balancer.take_records(), self.balancer.take_waited_s(), sizes.world
             )
-            balance_sums = [after_L.to(self.device), totals.to(self.device)]
-            maxima.append(worst.new_tensor(worst_after))
+            balance_sums = [to_device(after_L, self.device), to_device(totals, self.device)]
+            maxima.append(worst.new_full((), worst_after))
         rollout_sums: list[torch.Tensor] = []
-        if is_replayed:
+        if ROLLOUT_MAX in sums:
             maxima.append(sums[ROLLOUT_MAX])
             router_counts_LE = sums.get(ROUTER_COUNTS, torch.zeros_like(counts_NLE[0]))
             rollout_sums = [router_counts_LE, *(sums[name] for name in ROLLOUT_SUMS)]
@@ -268,42 +365,17 @@ class TrainStep:
         loss, aux, z, mtp, counts_LE, imbalance_L, *others = all_reduce_sum(
             [*losses, counts_NLE.sum(0), imbalance_NL.mean(0) / sizes.world, *balance_sums, *rollout_sums], everyone
         )
-        balance_sums, rollout_sums = others[: len(balance_sums)], others[len(balance_sums) :]
-        # The step's one wait for the device: whether the update may be made has to be known on the host.
-        scalars = [torch.stack([loss, aux, z, mtp, norm, *largest]), *balance_sums[1:], *rollout_sums[1:]]
-        values = torch.cat([x.reshape(-1) for x in scalars]).tolist()
-        if self.model.symmetric_space is not None:
-            self.model.symmetric_space.check()  # whatever a kernel has found out is known now, before the update
-        balance, rollout, rest = None, None, values[8:]
-        after_max = rest.pop(0) if self.balancer is not None else 0.0
-        gap_max = rest.pop(0) if is_replayed else 0.0
-        if is_replayed:
-            rollout = result_of(dict(zip(ROLLOUT_SUMS, rest[-len(ROLLOUT_SUMS) :])) | {ROLLOUT_MAX: gap_max})
-            rest = rest[: -len(ROLLOUT_SUMS)]
+        parts = {"losses": torch.stack([loss, aux, z, mtp, norm]), "largest": largest}
+        parts |= {"counts_LE": counts_LE, "imbalance_L": imbalance_L}
         if self.balancer is not None:
-            balance = BalanceResult(balance_sums[0], after_max, *rest)
-        result = StepResult(
-            loss=values[0],
-            aux_loss=values[1],
-            z_loss=values[2],
-            mtp_loss=values[3],
-            grad_norm=values[4],
-            num_tokens=num_tokens,
-            counts_LE=counts_LE,
-            rank_imbalance_L=imbalance_L,
-            rank_imbalance_max=values[5],
-            stop_requested=values[6] > 0,
-            saving=int(values[7]),
-            balance=balance,
-            rollout=rollout,
-            router_counts_LE=rollout_sums[0] if is_replayed else None,
-        )
-        return result, norm
+            parts |= {"after_L": others.pop(0), "balance": others.pop(0)}
+        if rollout_sums:
+            parts |= {"router_counts_LE": others.pop(0), "rollout": torch.stack(others)}
+        return _Reduced(num_tokens, parts)
 
     def update(self, result: StepResult, norm: torch.Tensor, lr: float) -> None:
         """Clips, updates the parameters and then the selection biases, and clears the gradients."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self._set_lr(lr)
         is_clipped = bool(self.max_grad_norm) and result.grad_norm > self.max_grad_norm
         if isinstance(self.optimizer, MasterAdamW):
             self.optimizer.step(gradient_scale=clip_factor(norm, self.max_grad_norm) if is_clipped else None)
@@ -313,6 +385,13 @@ class TrainStep:
             self.optimizer.step()
         self.optimizer.zero_grad()
         counts_LE = result.counts_LE if result.router_counts_LE is None else result.router_counts_LE
+        self._move_selection_biases(to_device(counts_LE, self.device))
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _move_selection_biases(self, counts_LE: torch.Tensor) -> None:
         for layer, counts_E in zip(self.layers, counts_LE):
             if layer.gate.e_score_correction_bias is not None:
                 speed = self.model.config.bias_update_speed

@@ -85,7 +85,7 @@ def _measured_peak(accelerator: Accelerator, dtype: torch.dtype, threads: int) -
 def throughput_metrics(
     tokens: int, seconds: float, world_size: int, model_flops_per_token: float, peak: Peak
 ) -> dict[str, float | str]:
-    """Metrics fields from the `tokens` that all ranks trained on in `seconds` of wall time."""
+    """Metrics fields from the `tokens` that all ranks trained on in `seconds`."""
     rate = tokens / seconds if seconds > 0 else 0.0
     return {
         "tokens_per_second": rate,

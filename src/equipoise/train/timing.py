@@ -15,14 +15,15 @@ class PhaseTimer:
 
         timer.start_step()
         with timer.phase("forward"): ...      # any number of times; repeats of a step add up
-        metrics = timer.finish_step()         # waits for the device, once
+        times = timer.end_step()
+        metrics = times.seconds()             # waits for the device, once; at best when the next step is enqueued
 
     On a device that works asynchronously a phase lasts as its work lasts on the device: host work that the
     device does not wait for, such as fetching a batch ahead, counts as nothing. On CPU it is wall time.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._unused: list[Event] = []  # events of earlier steps, to be recorded anew
         self._spans: list[tuple[Phase, Event, Event]] = []
         self._start: Event | None = None
@@ -46,21 +47,19 @@ class PhaseTimer:
             self._open = None
             self._spans.append((name, start, self._mark()))
 
+    def end_step(self) -> "StepTimes":
+        """Ends the step without waiting for it. The next one may begin before its times are read."""
+        assert self._start is not None, "end_step() before start_step()"
+        times = StepTimes(self._start, self._spans, self._mark(), self._unused)
+        self._start, self._spans = None, []
+        return times
+
     def finish_step(self) -> dict[str, float]:
-        """Ends the step and waits for it. Seconds: `time_step_s` (all of it) and `time_<phase>_s`."""
-        assert self._start is not None, "finish_step() before start_step()"
-        end = self._mark()
-        end.synchronize()
-        seconds = {f"time_{name}_s": 0.0 for name in ("step", *PHASES)}
-        seconds["time_step_s"] = self._start.elapsed_ms(end) / 1000
-        for name, start, stop in self._spans:
-            seconds[f"time_{name}_s"] += start.elapsed_ms(stop) / 1000
-        self._unused.append(end)
-        self._recycle()
-        return seconds
+        """Ends the step and waits for it; see `StepTimes.seconds`."""
+        return self.end_step().seconds()
 
     def _mark(self) -> Event:
-        event = self._unused.pop() if self._unused else self._accelerator.event(timing=True)
+        event = self._unused.pop() if self._unused else self.accelerator.event(timing=True)
         event.record()
         return event
 
@@ -71,3 +70,21 @@ class PhaseTimer:
         if self._start is not None:
             self._unused.append(self._start)
             self._start = None
+
+
+class StepTimes:
+    """The times of a step that has been enqueued."""
+
+    def __init__(self, start: Event, spans: list[tuple[Phase, Event, Event]], end: Event, unused: list[Event]) -> None:
+        self._start, self._spans, self._end, self._unused = start, spans, end, unused
+
+    def seconds(self) -> dict[str, float]:
+        """Waits for the step: `time_step_s` (all of it) and `time_<phase>_s`. May be called once."""
+        self._end.synchronize()
+        seconds = {f"time_{name}_s": 0.0 for name in ("step", *PHASES)}
+        seconds["time_step_s"] = self._start.elapsed_ms(self._end) / 1000
+        for name, start, stop in self._spans:
+            seconds[f"time_{name}_s"] += start.elapsed_ms(stop) / 1000
+            self._unused += [start, stop]
+        self._unused += [self._start, self._end]
+        return seconds

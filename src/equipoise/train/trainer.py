@@ -1,10 +1,9 @@
 """The training loop on one rank: steps, evaluation, checkpoints, metrics, and a clean stop."""
 
 import logging
-import math
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ from equipoise.train.record import StepRecorder
 from equipoise.train.resolved import CHECKPOINTS
 from equipoise.train.step import StepResult, TrainStep, run_model
 from equipoise.train.stop import StopSignals
-from equipoise.train.timing import PhaseTimer
+from equipoise.train.timing import PhaseTimer, StepTimes
 
 if TYPE_CHECKING:
     from equipoise.observe.recorder import LoadRecorder
@@ -109,6 +108,9 @@ class Trainer:
         self.step = 0
         self.metrics_position = 0
         self.last_record: dict[str, Any] = {}
+        self.logs_late = world.device.type != "cpu"
+        """Whether a step is logged when the next one has been made, so that the host need not wait for its update."""
+        self._waiting: Callable[[], None] | None = None  # logs the last step
         self.trace: LoadRecorder | None = None
         self.resumed_from: Path | None = None
         self.went_back_to: int | None = None
@@ -140,16 +142,21 @@ class Trainer:
             console = stack.enter_context(TrainConsole(loop.steps, self.world.rank, first_step=self.step))
             profiler = Profiler(self.config.profiler, self.world.accelerator, self.run_dir / PROFILES, self.world.rank)
             stack.enter_context(profiler)
+            log = partial(self._log, recorder, writer, console)
             while self.step < loop.steps:
                 with profiler.step(self.step + 1):
-                    record, stopping, saving = self._train_step(recorder)
-                self.saver.advance(saving)
-                last = self.step == loop.steps
-                if (loop.eval_every and self.step % loop.eval_every == 0) or last:
-                    record |= self.evaluate()
-                self._log(record, writer, console, last or stopping)
+                    result, lr, times = self._train_step(recorder)
+                self._log_waiting()
+                self.saver.advance(result.saving)
+                stopping, last = result.stop_requested, self.step == loop.steps
+                evaluates = last or bool(loop.eval_every and self.step % loop.eval_every == 0)
+                evaluated = self.evaluate() if evaluates else {}
                 every = self.config.checkpoint.every
-                if last or stopping or (every and self.step % every == 0):
+                saves = last or stopping or bool(every and self.step % every == 0)
+                self._waiting = partial(log, self.step, result, lr, times, evaluated, last or stopping)
+                if saves or not self.logs_late:
+                    self._log_waiting()
+                if saves:
                     if writer is not None:
                         writer.sync()
                     self.save(wait=last or stopping or not self.config.checkpoint.async_save)
@@ -186,10 +193,29 @@ class Trainer:
 
         return make_recorder(self.config, self.plan, self.world, self.step_runner, self.dtype, self.run_dir, self.step)
 
-    def _log(self, record: dict[str, Any], writer: MetricsWriter | None, console: TrainConsole, always: bool) -> None:
-        if writer is None or not (always or "eval_loss" in record or self.step % self.config.metrics.log_every == 0):
+    def _log_waiting(self) -> None:
+        """Logs the step before, if it is not logged yet. The times of a step are known when the device is done with it,
+        which the host does not wait for: it begins the next one. A checkpoint holds all lines up to its step."""
+        if self._waiting is not None:
+            self._waiting()
+            self._waiting = None
+
+    def _log(
+        self,
+        recorder: StepRecorder,
+        writer: MetricsWriter | None,
+        console: TrainConsole,
+        step: int,
+        result: StepResult,
+        lr: float,
+        times: StepTimes,
+        evaluated: dict[str, float],
+        always: bool,
+    ) -> None:
+        record = recorder.record(result, lr, times.seconds()) | evaluated
+        if writer is None or not (always or "eval_loss" in record or step % self.config.metrics.log_every == 0):
             return
-        console.update(writer.write(self.step, record))
+        console.update(writer.write(step, record))
         self.metrics_position = writer.position
         self.last_record = record
 
@@ -228,11 +254,10 @@ class Trainer:
                 )
         raise_together(error, self.world)
 
-    def _train_step(self, recorder: StepRecorder) -> tuple[dict[str, Any], bool, int]:
-        """One step; returns its record, whether a rank was asked to stop, and how the save that is under way goes. On
-        a non-finite loss saves the state before the step and raises."""
+    def _train_step(self, recorder: StepRecorder) -> tuple[StepResult, float, StepTimes]:
+        """One step; returns its result, learning rate and times. The device may be at the update still. On a non-finite
+        loss saves the state before the step and raises."""
         step = self.step + 1
-        started = time.perf_counter()
         # The first step may compile and warm up: it gets more time before a rank counts as missing.
         deadline_s = 10 * self.world.timeout_s if recorder.steps_recorded == 0 else None
         if self.workload is not None:
@@ -249,23 +274,19 @@ class Trainer:
             sums, counts_NLE = self.step_runner.forward_backward(batches, num_tokens)
             lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
             with self.timer.phase("optimizer"):
-                result, norm = self.step_runner.reduce(
-                    sums, counts_NLE, num_tokens, bool(self.stop.requested), self.saver.progress
+                result = self.step_runner.finish(
+                    sums, counts_NLE, num_tokens, lr, bool(self.stop.requested), self.saver.progress
                 )
-                finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-                if finite:
-                    self.step_runner.update(result, norm, lr)
             if self.trace is not None:
                 self.trace.end()
-            times = self.timer.finish_step()
-        if not finite:
+            times = self.timer.end_step()
+        if not result.is_finite:
             self._refuse_step(step, result, loader_state)
         self.step = step
-        seconds = time.perf_counter() - started
-        return recorder.record(result, lr, times, seconds), result.stop_requested, result.saving
+        return result, lr, times
 
     def _refuse_step(self, step: int, result: StepResult, loader_state: dict[str, Any]) -> None:
-        self.optimizer.zero_grad()
+        self._log_waiting()
         saved = self.save(loader_state)
         raise NonFiniteLossError(
             f"step {step}: the loss is {result.loss} and the gradient norm {result.grad_norm}. The update was not "
