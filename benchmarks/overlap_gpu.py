@@ -1,5 +1,5 @@
-"""What running shared experts beside dispatch and combine hides, on two GPUs or more: a MoE layer's forward and backward
-with and without it, and the times of the shared experts and of the four exchanges alone.
+"""What running shared experts beside dispatch and combine hides, on two GPUs or more: a MoE layer's forward and
+backward with and without it, and the times of the shared experts and of the four exchanges alone.
 
 hidden: how much shorter the layer is beside than in order, over what could be hidden at most, the shorter of the two
 alone. Every figure is the time of the slowest rank. The symmetric dispatcher is measured with several numbers of
@@ -158,11 +158,8 @@ def main() -> None:
         for shared in options.shared:
             measure(bench, tokens, shared, dispatchers)
     if bench.rank == 0:
-        summary = {
-            key: {f"{row['dispatcher']}, {row['tokens']} tokens, {row['shared_experts']} shared": row[key]}
-            for row in bench.rows
-            for key in ("hidden", "speedup")
-        }
+        of = lambda row: f"{row['dispatcher']}, {row['tokens']} tokens, {row['shared_experts']} shared"  # noqa: E731
+        summary = {key: {of(row): row[key] for row in bench.rows} for key in ("hidden", "speedup")}
         name = torch.cuda.get_device_name()
         out = options.out or results_folder() / f"overlap-{device_word(name)}x{bench.size}.json"
         hardware = {"device": name, "devices": bench.size}

@@ -55,7 +55,7 @@ def train(world: World, meshes: Meshes, overlap: bool, options: dict[str, Any]) 
     )
     optimizer = build_optimizer(model, OPTIMIZER)
     runner = TrainStep(model, optimizer, meshes, world.device, PhaseTimer(world.accelerator), OPTIMIZER.max_grad_norm)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for step in range(2):
         runner.timer.start_step()
         runner.lay_down_routing(None, step)
