@@ -131,10 +131,7 @@ def build_parallel_model(
     balance_experts: Callable[[int, Experts], ExpertBalancing] | None = None
     space = symmetric_space(meshes, device, dispatcher, balance, timeout_s)
     if balance is not None:
-        on_host = balance.transport == "collective" or (
-            balance.transport == "auto" and (dispatcher not in ("auto", "symmetric") or balance.planner != "exact_load")
-        )
-        shared = None if on_host else space
+        shared = space if balance.uses_space(dispatcher, sizes.ep, sizes.domain) else None
         num_physical_experts, balance_experts = _balancing(config, meshes, compute_dtype, balance, shared)
     model.symmetric_space = space
     options: dict[str, float] = {}
@@ -206,26 +203,27 @@ def symmetric_space(
     Raises:
         ConfigError: it cannot be had.
     """
-    transport = None if balance is None else balance.transport
+    sizes, transport = meshes.sizes, None if balance is None else balance.transport
     asked = [
         f"{name} is 'symmetric'"
         for name, value in (("parallel.dispatcher", dispatcher), ("balance.transport", transport))
         if value == "symmetric"
     ]
-    if meshes.sizes.ep == 1 or not asked:
-        if transport == "auto" and dispatcher == "auto" and meshes.sizes.ep > 1 and device.type != "cpu":
+    if sizes.ep == 1 or not asked:
+        if transport == "auto" and dispatcher == "auto" and sizes.ep > 1 and device.type != "cpu":
             logger.info(
                 "balancing over messages: the host waits for the load in every layer. Where the GPUs of an EP group "
                 "reach each other, --parallel.dispatcher symmetric does without"
             )
         return None
-    problem = agreed_problem(meshes.ep, device, timeout_s)
+    problem = agreed_problem(meshes.domain, device, timeout_s)
     if problem is not None:
         raise ConfigError(
             f"{asked[0]}, which cannot be used here: {problem}. Choose auto, or all_to_all and collective"
         )
-    logger.info("EP group of %d ranks: symmetric memory, as %s", meshes.sizes.ep, " and ".join(asked))
-    return SymmetricSpace(meshes.ep, device, timeout_s)
+    where = "" if sizes.domain == sizes.ep else f" within domains of {sizes.domain}"
+    logger.info("EP group of %d ranks: symmetric memory%s, as %s", sizes.ep, where, " and ".join(asked))
+    return SymmetricSpace(meshes.domain, device, timeout_s)
 
 
 def _balancing(
