@@ -1,6 +1,7 @@
 """Shared experts beside the routed ones on two GPUs: the bits of running in order, with every gradient, also where the
 side stream is a millisecond late at every fork."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distributed.harness import run_ranks
-from distributed.parity import OPTIMIZER, SEED, make_batch, toy_model
+from distributed.parity import OPTIMIZER, SEED, make_batch, relative, toy_model
 from equipoise.accelerator import get_accelerator
 from equipoise.balance_config import BalanceConfig
 from equipoise.distributed import join_world
@@ -34,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "symmetric, balanced": {"dispatcher": "symmetric", "balance": BALANCE},
     "symmetric, full recompute, balanced": {"dispatcher": "symmetric", "recompute": "full", "balance": BALANCE},
     "symmetric, selective recompute": {"dispatcher": "symmetric", "recompute": "selective"},
+    "domains of one, balanced": {"dispatcher": "symmetric", "balance": BALANCE, "domain_size": 1},
     "symmetric, compiled": {"dispatcher": "symmetric", "compile": True, "reshard_after_forward": False},
 }
 
@@ -49,7 +51,7 @@ class LateSideStream(SideStream):
 
 
 def train(world: World, meshes: Meshes, overlap: bool, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Loss, and this rank's parameters after two steps of two microbatches and the last step's gradients."""
+    """Losses, gradients and parameters of this rank in two steps of two microbatches."""
     model = build_parallel_model(
         MODEL, meshes, world.device, SEED, compute_dtype=torch.bfloat16, overlap_shared_experts=overlap, **options
     )
@@ -79,8 +81,12 @@ def compare() -> dict[str, list[str]]:
 
     found = {}
     with join_world(get_accelerator(), 60) as world, sdpa_kernel(SDPBackend.MATH):
-        meshes = build_meshes(derive_axes(ParallelConfig(ep_size=2), world.size, MODEL.num_experts), world)
-        for name, options in VARIANTS.items():
+        axes = derive_axes(ParallelConfig(ep_size=2, domain_size=1), world.size, MODEL.num_experts)
+        of_one = build_meshes(axes, world)
+        of_all = replace(of_one, sizes=replace(axes, domain=2), own_domain=None)
+        for name, given in VARIANTS.items():
+            options = dict(given)
+            meshes = of_one if options.pop("domain_size", 0) else of_all
             if world.device.type == "cpu" and options["dispatcher"] == "symmetric":
                 continue
             in_order = train(world, meshes, False, options)
@@ -90,6 +96,11 @@ def compare() -> dict[str, list[str]]:
             found[name] = differing(train(world, meshes, True, options), in_order)
             parallelize.SideStream = SideStream  # type: ignore[misc]
             found[f"{name}, in time"] = differing(train(world, meshes, True, options), in_order)
+            if meshes is of_one:
+                theirs = train(world, of_all, False, options | {"dispatcher": "all_to_all"})
+                found[f"{name}, against all_to_all"] = [
+                    name for name in theirs if relative(in_order[name].float(), theirs[name].float()) > 3e-2
+                ]
             print(name, {k: len(v) for k, v in found.items() if k.startswith(name)}, flush=True)
     return found
 

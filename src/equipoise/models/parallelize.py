@@ -85,7 +85,7 @@ def build_parallel_model(
     initialize: bool = True,
     dispatch: DispatchConfig | None = None,
     timeout_s: float = 600.0,
-    overlap_shared_experts: bool = True,
+    overlap_shared_experts: bool = False,
 ) -> MoEForCausalLM:
     """A model with FP32 master weights sharded over the meshes and initialised from `seed`.
 
