@@ -34,8 +34,8 @@ class ParallelConfig(Config):
     """Whether FSDP frees gathered parameters between forward and backward; false is faster and needs more memory. With
     false, weights that one rank holds whole and computes with in BF16 get BF16 copies that stay, instead of FSDP."""
     overlap_shared_experts: bool = False
-    """Whether shared experts run beside dispatch and combine of the routed ones, on a stream of their own, with the same
-    results. Off, since on two H200s joined by NVLink it saved nothing; slower links have not been measured."""
+    """Whether shared experts run beside dispatch and combine of the routed ones, on a stream of their own, with the
+    same results. Off, since it saved nothing on two H200s joined by NVLink; slower links have not been measured."""
     timeout_s: float = Field(600.0, gt=0, le=604800)
     """Seconds (a week at most) after which a collective that some rank never joined is an error that names the rank."""
 
