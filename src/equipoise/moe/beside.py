@@ -60,7 +60,7 @@ class _Region:
         self.kept: torch.Tensor | None = None
 
 
-class _Fork(torch.autograd.Function):
+class _ForkShared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, region):
         region.side.fork()
@@ -76,7 +76,7 @@ class _Fork(torch.autograd.Function):
         return grad, None
 
 
-class _Join(torch.autograd.Function):
+class _AddShared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, shared, region):
         region.side.join()
@@ -117,7 +117,7 @@ class Beside(nn.Module):
     def fork(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, _Region]:
         """The shared experts' input, and what `forward` is to be given."""
         region = _Region(self.side)
-        return _Fork.apply(x_TD, region), region
+        return _ForkShared.apply(x_TD, region), region
 
     def forward(self, y_TD: torch.Tensor, shared_TD: torch.Tensor, region: _Region) -> torch.Tensor:
-        return _Join.apply(y_TD, shared_TD, region)
+        return _AddShared.apply(y_TD, shared_TD, region)
