@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distributed.balance_rig import few_candidates
 from distributed.parity import Case, differences, relative, toy_model, train_in_parallel, train_plainly
@@ -12,12 +13,14 @@ from distributed.rig import Outcomes, run_scenarios
 from distributed.test_dispatch import ROUTINGS
 from distributed.test_symmetric import run_dispatcher
 from equipoise.balance import BalanceConfig, Balancer
+from equipoise.balance.replicas import Copies
 from equipoise.balance.transport.domain import DomainTransport
 from equipoise.dispatch import build_dispatcher
 from equipoise.dispatch.domains import DomainDispatcher
 from equipoise.distributed.mesh import Meshes, ParallelConfig
+from equipoise.distributed.parking import park, unpark
 from equipoise.distributed.world import World
-from equipoise.errors import ConfigError
+from equipoise.errors import ConfigError, PlanError
 from equipoise.kernels.triton_support import triton_problem
 from equipoise.symmetric.space import SymmetricSpace
 
@@ -75,6 +78,7 @@ def training(world: World, meshes: Meshes) -> dict[str, dict[str, Any]]:
 
 
 def what_cannot_be(world: World, meshes: Meshes) -> list[str]:
+    """Of a balancer, by settings: the error, or its transport; then the error of a plan with a replica elsewhere."""
     space, messages = domain_space(meshes), []
     for config in (BALANCES["replicas anywhere"], BALANCES["replicas within domains"]):
         try:
@@ -82,12 +86,28 @@ def what_cannot_be(world: World, meshes: Meshes) -> list[str]:
             messages.append(type(balancer.transport).__name__)
         except ConfigError as error:
             messages.append(str(error))
+    slot_expert = torch.tensor([-1, 5, -1, 2], dtype=torch.int32)  # of rank 3, whose domain has experts 8 to 15
+    try:
+        balancer.transport.push_weights("w", Copies(slot_expert, ()), torch.zeros(4, 2, 2), "weights")
+    except PlanError as error:
+        messages.append(str(error))
     return messages
+
+
+def parked(world: World, meshes: Meshes) -> tuple[list[int], list[int], bool]:
+    """The domain's ranks before and after parking, and whether a dispatcher that was used before still works."""
+    dispatcher = build_dispatcher("symmetric", E, meshes.ep, domain_space(meshes), capacity_factor=0, max_tokens=8)
+    ranks = lambda: dist.get_process_group_ranks(meshes.domain.get_group())  # noqa: E731
+    before, first = ranks(), run_dispatcher(dispatcher, MIXED["mixed"], world.rank, torch.float32)
+    park(world, meshes)
+    unpark(world)
+    second = run_dispatcher(dispatcher, MIXED["mixed"], world.rank, torch.float32)
+    return before, ranks(), all(torch.equal(first[part], second[part]) for part in first)
 
 
 @pytest.fixture(scope="module")
 def four() -> Outcomes:
-    return Outcomes(run_scenarios, 4, [rows_and_sums, what_cannot_be], PARALLEL, E)
+    return Outcomes(run_scenarios, 4, [rows_and_sums, what_cannot_be, parked], PARALLEL, E)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +132,11 @@ def test_training_is_that_of_one_process(trained: Outcomes, balance: str) -> Non
 
 
 def test_replicas_that_may_leave_a_domain_are_refused(four: Outcomes) -> None:
-    for refused, used in four.of(what_cannot_be):
+    for refused, used, elsewhere in four.of(what_cannot_be):
         assert "domain_size of the balance settings is 0, expected a divisor of 2" in refused
         assert used == DomainTransport.__name__
+        assert "replicas outside of their experts' domains of 2 ranks" in elsewhere
+
+
+def test_domains_come_back_after_parking(four: Outcomes) -> None:
+    assert four.of(parked) == [([0, 1], [0, 1], True)] * 2 + [([2, 3], [2, 3], True)] * 2

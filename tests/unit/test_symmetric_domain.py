@@ -10,6 +10,7 @@ from equipoise.distributed.mesh import ParallelConfig, derive_axes
 from equipoise.errors import ConfigError
 from equipoise.symmetric.mapping import host_identity, symmetric_problem
 from equipoise.symmetric.space import domain_problem
+from equipoise.train.config import TrainConfig
 
 HERE, THERE = 11, 22
 
@@ -63,6 +64,16 @@ def test_domains_divide_the_group() -> None:
     assert derive_axes(ParallelConfig(ep_size=8, domain_size=4), 16, 32).domain == 4
     with pytest.raises(ConfigError, match=r"domain_size is 3, which does not divide parallel.ep_size 8: .*1, 2, 4, 8"):
         derive_axes(ParallelConfig(ep_size=8, domain_size=3), 16, 32)
+
+
+def test_a_run_whose_replicas_may_leave_symmetric_memory_is_refused() -> None:
+    parallel = {"ep_size": 4, "domain_size": 2, "dispatcher": "symmetric"}
+    given = {"model": {"num_experts": 8}, "parallel": parallel, "train": {"global_batch_size": 4}}
+    for balance in ({"transport": "symmetric", "domain_size": 2}, {"transport": "auto"}, None):
+        TrainConfig.model_validate(given | {"balance": balance}).check_world(4)
+    refused = TrainConfig.model_validate(given | {"balance": {"transport": "symmetric"}})
+    with pytest.raises(ConfigError, match=r"balance.domain_size is 0.*choose one of \[1, 2\], or transport collective"):
+        refused.check_world(4)
 
 
 @pytest.mark.parametrize(

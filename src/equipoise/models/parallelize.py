@@ -210,6 +210,8 @@ def symmetric_space(
         if value == "symmetric"
     ]
     if sizes.ep == 1 or not asked:
+        if sizes.domain < sizes.ep:
+            logger.warning("parallel.domain_size has no effect: neither dispatcher nor balance.transport is symmetric")
         if transport == "auto" and dispatcher == "auto" and sizes.ep > 1 and device.type != "cpu":
             logger.info(
                 "balancing over messages: the host waits for the load in every layer. Where the GPUs of an EP group "

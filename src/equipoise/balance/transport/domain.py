@@ -33,15 +33,15 @@ class DomainTransport(SymmetricTransport):
         Raises:
             PlanError: a replica has left its domain. On all ranks of the group.
         """
-        size = self.space.num_ranks
-        for replica in copies.replicas:
-            if replica.home // size != replica.host // size:
-                raise PlanError(
-                    f"the plan has a replica on rank {replica.host} of an expert of rank {replica.home}, in another "
-                    f"domain of {size} ranks: choose a planner that keeps balance.domain_size, or transport collective"
-                )
-        num_slots = self.buffers.num_slots
-        first, last = self.first_rank * num_slots, (self.first_rank + size) * num_slots
-        experts = copies.slot_expert[first:last]
-        local = torch.where(experts < 0, -1, experts - self.first_rank * self.num_masters).to(torch.int32)
+        size, num_slots = self.space.num_ranks, self.buffers.num_slots
+        experts_DS = copies.slot_expert.view(-1, size * num_slots)  # by domain
+        first_D1 = torch.arange(len(experts_DS))[:, None] * size * self.num_masters
+        local_DS = experts_DS - first_D1
+        if bool(((experts_DS >= 0) & ((local_DS < 0) | (local_DS >= size * self.num_masters))).any()):
+            raise PlanError(
+                f"the plan has replicas outside of their experts' domains of {size} ranks: choose a planner that keeps "
+                "balance.domain_size, or transport collective"
+            )
+        own = self.first_rank // size
+        local = torch.where(experts_DS[own] < 0, -1, local_DS[own]).to(torch.int32)
         return Copies(local.to(self.space.device, non_blocking=True), ())
