@@ -5,6 +5,7 @@ from typing import Literal
 from equipoise.dispatch.all_gather import AllGatherDispatcher
 from equipoise.dispatch.all_to_all import AllToAllDispatcher
 from equipoise.dispatch.base import Dispatched, Dispatcher
+from equipoise.dispatch.domains import DomainDispatcher
 from equipoise.dispatch.local import LocalDispatcher
 from equipoise.dispatch.symmetric import SymmetricDispatcher
 from equipoise.distributed.collectives import Group
@@ -23,8 +24,9 @@ def build_dispatcher(
     """The dispatcher called `name` over a group or a mesh of one axis.
 
     `auto` is `local` for one rank, otherwise `symmetric` if there is a symmetric `space` of the group, else
-    `all_to_all`. Over a mesh the dispatcher goes on after parking. `options`: those of `SymmetricDispatcher`, which
-    serves all layers; others take none.
+    `all_to_all`. `symmetric` with the space of a domain, consecutive ranks of the group, uses it for rows within the
+    domain and messages for the others. Over a mesh the dispatcher goes on after parking. `options`: those of
+    `SymmetricDispatcher`, which serves all layers; others take none.
 
     Raises:
         ValueError: `local` was asked for in a group of several ranks, `symmetric` without a space, or the experts do
@@ -44,7 +46,8 @@ def build_dispatcher(
     if name == "symmetric":
         if space is None:
             raise ValueError("dispatcher 'symmetric' needs the symmetric space of its EP group")
-        return SymmetricDispatcher(num_experts, space, **options)  # type: ignore[arg-type]
+        near = SymmetricDispatcher(num_experts // num_ranks * space.num_ranks, space, **options)  # type: ignore[arg-type]
+        return near if space.num_ranks == num_ranks else DomainDispatcher(num_experts, ep_group, near)
     if name == "deepep":
         from equipoise.dispatch.deepep import DeepEPDispatcher
 

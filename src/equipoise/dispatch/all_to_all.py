@@ -36,6 +36,7 @@ class _Handle(NamedTuple):
     weights_TK: torch.Tensor
     send_splits: list[int]
     receive_splits: list[int]
+    receive_PM: torch.Tensor
     order_R: torch.Tensor
     inverse_R: torch.Tensor
 
@@ -79,7 +80,7 @@ class AllToAllDispatcher(GroupDispatcher):
         order_R, inverse_R = expert_major_order(receive_PM, sum(receive_splits))
         if self.num_local_experts > 1:  # with one expert here the rows are in its order already
             rows = reorder(rows, order_R, inverse_R)
-        handle = _Handle(permutation, weights_TK, send_splits, receive_splits, order_R, inverse_R)
+        handle = _Handle(permutation, weights_TK, send_splits, receive_splits, receive_PM, order_R, inverse_R)
         return Dispatched(rows, receive_PM.sum(0), handle)
 
     def combine(self, rows_RD: torch.Tensor, handle: _Handle) -> torch.Tensor:

@@ -27,22 +27,30 @@ class ParallelConfig(Config):
     dispatcher: Literal["auto", "local", "all_to_all", "all_gather", "symmetric", "deepep"] = "auto"
     """How tokens reach their experts; auto is local for ep_size 1, symmetric with balance.transport symmetric, else
     all_to_all. deepep needs its package."""
+    domain_size: int = Field(0, ge=0)
+    """Consecutive ranks of an EP group that reach each other's memory (a host's GPUs), for dispatcher and transport
+    symmetric: they use it among themselves and messages to the others. 0: all ranks of an EP group do."""
     reshard_after_forward: bool = True
     """Whether FSDP frees gathered parameters between forward and backward; false is faster and needs more memory. With
     false, weights that one rank holds whole and computes with in BF16 get BF16 copies that stay, instead of FSDP."""
+    overlap_shared_experts: bool = False
+    """Whether shared experts run beside dispatch and combine of the routed ones, on a stream of their own, with the
+    same results. Off, since it saved nothing on two H200s joined by NVLink; slower links have not been measured."""
     timeout_s: float = Field(600.0, gt=0, le=604800)
     """Seconds (a week at most) after which a collective that some rank never joined is an error that names the rank."""
 
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """Sizes of all axes; `replicate * shard == world` and `efsdp * ep == shard`."""
+    """Sizes of all axes; `replicate * shard == world` and `efsdp * ep == shard`. domain: ranks of an EP group that
+    reach each other's memory; divides ep."""
 
     world: int
     replicate: int
     shard: int
     efsdp: int
     ep: int
+    domain: int
 
 
 def derive_axes(parallel: ParallelConfig, world_size: int, num_experts: int) -> AxisSizes:
@@ -70,7 +78,13 @@ def derive_axes(parallel: ParallelConfig, world_size: int, num_experts: int) -> 
             f"model.num_experts is {num_experts}, which parallel.ep_size {ep} does not divide: choose an ep_size of "
             f"{valid} for this world, or a num_experts that is a multiple of {ep}"
         )
-    return AxisSizes(world_size, replicate, shard, shard // ep, ep)
+    domain = parallel.domain_size or ep
+    if ep % domain:
+        raise ConfigError(
+            f"parallel.domain_size is {domain}, which does not divide parallel.ep_size {ep}: choose one of "
+            f"{divisors(ep)}, or 0 where all ranks of an EP group reach each other's memory"
+        )
+    return AxisSizes(world_size, replicate, shard, shard // ep, ep, domain)
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,7 @@ class Meshes:
     dense: axes (shard,) or, with replicas, (replicate, shard).
     experts: axes (efsdp, ep) or (replicate, efsdp, ep).
     everyone: all ranks on one axis.
+    domain: this rank's EP group, or of its domains that of this rank, on one axis.
 
     Keep a mesh and not its group: groups are others after parking.
     """
@@ -88,6 +103,11 @@ class Meshes:
     dense: DeviceMesh
     experts: DeviceMesh
     everyone: DeviceMesh
+    own_domain: DeviceMesh | None = None
+
+    @property
+    def domain(self) -> DeviceMesh:
+        return self.ep if self.own_domain is None else self.own_domain
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
@@ -136,4 +156,8 @@ def build_meshes(sizes: AxisSizes, world: World) -> Meshes:
         replicate = create("replicate", [list(column) for column in zip(*rows)])
         dense = mesh([replicate, shard], rows, ("replicate", "shard"))
         experts = mesh([replicate, efsdp, ep], grid, ("replicate", "efsdp", "ep"))
-    return Meshes(sizes, dense, experts, everyone=mesh([world.group], [], ("everyone",)))
+    own_domain = None
+    if sizes.domain < sizes.ep:
+        domains = [list(range(first, first + sizes.domain)) for first in range(0, sizes.world, sizes.domain)]
+        own_domain = mesh([create("domain", domains)], [], ("domain",))
+    return Meshes(sizes, dense, experts, mesh([world.group], [], ("everyone",)), own_domain)

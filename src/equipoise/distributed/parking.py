@@ -79,7 +79,7 @@ def _meshes(holder: Holder) -> Iterator[DeviceMesh]:
     if isinstance(holder, DeviceMesh):
         yield holder
     elif isinstance(holder, Meshes):
-        yield from (holder.dense, holder.experts, holder.everyone)
+        yield from (holder.dense, holder.experts, holder.everyone, holder.domain)
     else:
         yield from (info.mesh for info in _fsdp_mesh_infos(holder))
         for tensors in (holder.parameters(), holder.buffers()):

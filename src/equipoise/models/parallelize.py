@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from equipoise.accelerator import accelerator_for
 from equipoise.balance_config import BalanceConfig
 from equipoise.dispatch import DispatcherName, build_dispatcher
 from equipoise.dispatch.config import DispatchConfig
@@ -35,6 +36,7 @@ from equipoise.models.layer import DecoderLayer
 from equipoise.models.model import MoEForCausalLM
 from equipoise.models.mtp import MTPLayer
 from equipoise.models.recompute import Recompute
+from equipoise.moe.beside import SideStream
 from equipoise.moe.experts import ExpertKernel, Experts
 from equipoise.moe.layer import MoELayer
 from equipoise.symmetric.space import SymmetricSpace, agreed_problem
@@ -83,6 +85,7 @@ def build_parallel_model(
     initialize: bool = True,
     dispatch: DispatchConfig | None = None,
     timeout_s: float = 600.0,
+    overlap_shared_experts: bool = False,
 ) -> MoEForCausalLM:
     """A model with FP32 master weights sharded over the meshes and initialised from `seed`.
 
@@ -90,6 +93,7 @@ def build_parallel_model(
     Parameters are computed in `compute_dtype`; gradients are reduced in FP32. Collective over the world.
     `balance` evens out the load of the ranks of each EP group; None imports nothing of it. `dispatch` sizes the
     symmetric dispatcher; a kernel that waits for a peer gives up after `timeout_s`.
+    `overlap_shared_experts`: shared experts run beside dispatch and combine, on a stream of their own.
     `initialize`: False leaves the weights as the memory was, for a caller who fills them all.
 
     Raises:
@@ -127,10 +131,7 @@ def build_parallel_model(
     balance_experts: Callable[[int, Experts], ExpertBalancing] | None = None
     space = symmetric_space(meshes, device, dispatcher, balance, timeout_s)
     if balance is not None:
-        on_host = balance.transport == "collective" or (
-            balance.transport == "auto" and (dispatcher not in ("auto", "symmetric") or balance.planner != "exact_load")
-        )
-        shared = None if on_host else space
+        shared = space if balance.uses_space(dispatcher, sizes.ep, sizes.domain) else None
         num_physical_experts, balance_experts = _balancing(config, meshes, compute_dtype, balance, shared)
     model.symmetric_space = space
     options: dict[str, float] = {}
@@ -142,6 +143,7 @@ def build_parallel_model(
             "num_buffers": chosen.num_buffers or kept + 1,  # and the exchange under way
         }
     shared_dispatcher = build_dispatcher(dispatcher, num_physical_experts, meshes.ep, space, **options)
+    side = SideStream(accelerator_for(device)) if overlap_shared_experts and sizes.ep > 1 else SideStream()
     for index, layer in enumerate(model.model.layers):
         assert isinstance(layer, DecoderLayer)
         layer.recompute = recompute
@@ -158,11 +160,12 @@ def build_parallel_model(
         if compile:
             compile_layer(layer, has_units=meshes.dense.size() > 1 or not needs_no_unit)
         if isinstance(mlp, MoELayer):
+            mlp.overlap_shared_experts(side)
             if meshes.everyone.size() > 1 or not needs_no_unit:
                 _distribute_experts(mlp.experts, meshes)
             dense = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, mlp.gate]
-            if mlp.shared_experts is not None:
-                dense.append(mlp.shared_experts)
+            if mlp.shared_experts is not None and mlp.beside is not None:
+                dense += [mlp.shared_experts, mlp.beside]
             if isinstance(layer, MTPLayer):  # modules that are called: a unit waits for each of its list
                 dense += [layer.hnorm, layer.enorm, layer.eh_proj, layer.shared_head.norm]
             shard(dense, meshes.dense, reshard=reshard_after_forward)
@@ -200,26 +203,29 @@ def symmetric_space(
     Raises:
         ConfigError: it cannot be had.
     """
-    transport = None if balance is None else balance.transport
+    sizes, transport = meshes.sizes, None if balance is None else balance.transport
     asked = [
         f"{name} is 'symmetric'"
         for name, value in (("parallel.dispatcher", dispatcher), ("balance.transport", transport))
         if value == "symmetric"
     ]
-    if meshes.sizes.ep == 1 or not asked:
-        if transport == "auto" and dispatcher == "auto" and meshes.sizes.ep > 1 and device.type != "cpu":
+    if sizes.ep == 1 or not asked:
+        if sizes.domain < sizes.ep:
+            logger.warning("parallel.domain_size has no effect: neither dispatcher nor balance.transport is symmetric")
+        if transport == "auto" and dispatcher == "auto" and sizes.ep > 1 and device.type != "cpu":
             logger.info(
                 "balancing over messages: the host waits for the load in every layer. Where the GPUs of an EP group "
                 "reach each other, --parallel.dispatcher symmetric does without"
             )
         return None
-    problem = agreed_problem(meshes.ep, device, timeout_s)
+    problem = agreed_problem(meshes.domain, device, timeout_s)
     if problem is not None:
         raise ConfigError(
             f"{asked[0]}, which cannot be used here: {problem}. Choose auto, or all_to_all and collective"
         )
-    logger.info("EP group of %d ranks: symmetric memory, as %s", meshes.sizes.ep, " and ".join(asked))
-    return SymmetricSpace(meshes.ep, device, timeout_s)
+    where = "" if sizes.domain == sizes.ep else f" within domains of {sizes.domain}"
+    logger.info("EP group of %d ranks: symmetric memory%s, as %s", sizes.ep, where, " and ".join(asked))
+    return SymmetricSpace(meshes.domain, device, timeout_s)
 
 
 def _balancing(

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from equipoise.dispatch.base import Dispatcher
 from equipoise.kernels.rows import RowMaker
+from equipoise.moe.beside import Beside, SideStream
 from equipoise.moe.experts import Experts
 from equipoise.moe.replay import LayerReplay
 from equipoise.moe.router import Router, Routing
@@ -51,9 +52,16 @@ class MoELayer(nn.Module):
     def __init__(self, gate: Router, experts: Experts, shared_experts: nn.Module | None, dispatcher: Dispatcher):
         super().__init__()
         self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
+        self.beside = None if shared_experts is None else Beside()
         self.dispatcher = dispatcher
         self.balancing: ExpertBalancing | None = None
         self.observer: LayerObserver | None = None
+
+    def overlap_shared_experts(self, side: SideStream) -> None:
+        """From now on the shared experts, if there are any, run on this stream beside dispatch and combine."""
+        if self.shared_experts is not None and self.beside is not None:
+            forward = self.beside.overlap(side, self.shared_experts.forward)
+            self.shared_experts.forward = forward  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -75,8 +83,15 @@ class MoELayer(nn.Module):
             with phase("balance"):
                 step = self.balancing.route(routing, microbatch, entered)
                 ids_TK, exchange, experts = step.physical_ids_TK, step.exchange, step.experts
+        forked_TD, region = x_TD, None
+        if self.beside is not None:
+            forked_TD, region = self.beside.fork(x_TD)
         with record_function("moe.dispatch"), phase("dispatch"):
             arrived = self.dispatcher.dispatch(x_TD, ids_TK, routing.weights_TK, exchange)
+        shared_TD = None
+        if self.shared_experts is not None:  # launched behind the dispatch, which gets its share of the device first
+            with record_function("moe.shared"):
+                shared_TD = self.shared_experts(forked_TD)
         with record_function("moe.experts"), phase("experts"):
             rows_RD = experts(arrived.rows_RD, arrived.counts_M, arrived.make_rows)
         with record_function("moe.combine"), phase("combine"):
@@ -86,6 +101,6 @@ class MoELayer(nn.Module):
             self.observer.finish(routing, x_BSD.shape[0], arrived.counts_M, placement)
         if step is not None:
             y_TD = step.leave(y_TD)
-        if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
+        if self.beside is not None:
+            y_TD = self.beside(y_TD, shared_TD, region)
         return y_TD.view(x_BSD.shape), routing

@@ -44,7 +44,7 @@ from equipoise.symmetric.mapping import (
 def agreed_problem(group: Group, device: torch.device, timeout_s: float = 600.0) -> str | None:
     """None if every rank of the group can use symmetric memory, otherwise a reason, on all ranks. Waits for them.
 
-    A group is one domain: all of its ranks are on one host, each with a GPU of its own, and reach each other.
+    The group is one domain: all of its ranks are on one host, each with a GPU of its own, and reach each other.
     """
     problem = symmetric_problem(device, group) or triton_problem(device.type)
     host = int.from_bytes(hashlib.sha256(host_identity().encode()).digest()[:6])
@@ -60,7 +60,7 @@ def domain_problem(found: Sequence[Sequence[int]]) -> str | None:
     if hosts > 1:
         return (
             f"its {len(found)} ranks are on {hosts} hosts, and one group's ranks have to reach each other's memory: "
-            "choose an ep_size of at most one host's GPUs"
+            "choose an ep_size of at most one host's GPUs, or set parallel.domain_size to how many share a host"
         )
     places = [place for _, _, place in found if place >= 0]
     if len(set(places)) < len(places):

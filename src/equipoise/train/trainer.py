@@ -80,6 +80,7 @@ class Trainer:
                 initialize=config.model.load_from is None,
                 dispatch=config.dispatch,
                 timeout_s=config.parallel.timeout_s,
+                overlap_shared_experts=config.parallel.overlap_shared_experts,
             )
         if self.model.symmetric_space is not None:
             world.watch.add_check(self.model.symmetric_space.check)
