@@ -43,6 +43,8 @@ from equipoise.train.trainer import Trainer
 trainer_module.build_meshes = cache(trainer_module.build_meshes)  # several trainers live on the groups of one
 
 WARM_UP = 5
+PAIR_STEPS = 5
+"""Steps of a turn where off is compared with a model without balancing, after one that is not counted."""
 NATURAL = "natural"
 CASES = (("hot_rank", 1.9, 0), (NATURAL, 1.0, 2), ("hot_experts", 1.6, 2), ("hot_experts", 1.3, 2))
 """Workload, its imbalance, replica slots per rank (0: as many as the cost model advises)."""
@@ -223,12 +225,14 @@ def compare_off_with_absent(config: TrainConfig, world: World, stop: StopSignals
     model, ep = config.model, with_off.trainer.plan.axes.ep
     even = Workload("balanced", 1.0, model.num_experts, model.num_experts_per_tok, ep)
     modes = [Mode("off", bench.dispatcher("symmetric", model.num_experts, 0), None) for bench in (with_off, absent)]
+    for bench, mode in zip((with_off, absent), modes):
+        bench.turn(mode, even, even, 1)
     ratios = []
     for index in range(pairs):
         order = ((with_off, modes[0]), (absent, modes[1]))
         times = {}
         for bench, mode in order if index % 2 else order[::-1]:
-            times[bench] = statistics.median(bench.turn(mode, even, even, 5)["ms"])
+            times[bench] = statistics.median(bench.turn(mode, even, even, PAIR_STEPS, warm_up=1)["ms"])
         ratios.append(times[with_off] / times[absent] - 1)
     for bench in (with_off, absent):
         bench.close()
@@ -243,6 +247,8 @@ def summarize(rows: list[dict[str, Any]], off_overhead: dict[str, float]) -> dic
     cases = list(dict.fromkeys((row["workload"], row["imbalance"]) for row in rows))
     rate = lambda case, mode: of[*case, mode]["tokens_per_second"]  # noqa: E731
     memory = lambda case, mode: of[*case, mode]["memory_peak_bytes"]  # noqa: E731
+    if not cases:
+        return {"off_overhead": off_overhead}
     return {
         "on_over_forced_min": min(rate(case, "on") / rate(case, "forced") for case in cases),
         "on_over_off_max": max(rate(case, "on") / rate(case, "off") for case in cases),
@@ -270,9 +276,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--pairs", type=int, default=44)
     parser.add_argument("--recipe", default="h200-ep2")
-    parser.add_argument("--cases", nargs="*", default=[], help="such as hot_rank:1.9; all by default")
+    parser.add_argument("--cases", nargs="*", default=[], help="such as hot_rank:1.9, or none; all by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     config = benchmark_config(options.recipe, options.layers)

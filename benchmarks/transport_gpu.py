@@ -194,7 +194,7 @@ def exchange(bench: Bench, megabytes: int, summary: dict[str, Any]) -> None:
         return back
 
     def symmetric_combine(rows: torch.Tensor) -> torch.Tensor:
-        return symmetric.collect(symmetric._combine, rows, layout, weights_TK, keeps=True)[0]
+        return symmetric.collect(symmetric._combine, rows, layout, weights_TK.shape, weights_TK, keeps=True)[0]
 
     ours = bench.us(lambda: symmetric.send(x_TD, places))
     equal = torch.equal(symmetric.send(x_TD, places)[0][: sum(outs)], reorder(nccl(), order_R, inverse_R))

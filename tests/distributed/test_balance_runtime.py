@@ -161,6 +161,40 @@ def slots(world: World, meshes: Meshes) -> dict[str, Any]:
     return {name: compare(meshes.ep_group, make_balancer(meshes.ep_group, **o)) for name, o in SLOTS.items()}
 
 
+def late_weights(world: World, meshes: Meshes) -> dict[str, Any]:
+    """Weights of replicas that arrive when they are waited for; until then the slots hold NaN."""
+    balancer = make_balancer(meshes.ep_group)
+    transport, buffers = balancer.transport, balancer.buffers
+    push, made = transport.push_weights, []
+
+    class Late:
+        def __init__(self, name: str) -> None:
+            self.name, self.arrived = name, buffers.weights(name).clone()
+            buffers.weights(name).fill_(float("nan"))
+
+        def wait(self) -> None:
+            buffers.weights(self.name).copy_(self.arrived)
+            made.append(self.name)
+
+    def push_late(name, copies, masters, what) -> Late:
+        push(name, copies, masters, what).wait()
+        return Late(name)
+
+    transport.push_weights = push_late  # type: ignore[method-assign, assignment]
+    options: dict[str, dict[str, Any]] = {
+        "triton": {"kernel": "triton", "numbers": (5,)},
+        "triton, checkpoint, without optional calls": {
+            **{"kernel": "triton", "numbers": (4, 3), "hooks": False, "depth": 2},
+            **{"run": run_checkpointed(False), "together": "first first"},
+        },
+        "triton, no tokens here": {"kernel": "triton", "numbers": (6 * world.rank,), "depth": 2},
+        "loop": {"numbers": (5,)},
+    }
+    found = {name: compare(meshes.ep_group, balancer, **given) for name, given in options.items()}
+    assert set(made) == set(buffers.shapes)
+    return found
+
+
 def uneven_ranks(world: World, meshes: Meshes) -> dict[str, Any]:
     """A rank without any token, and no token at all."""
     balancer = make_balancer(meshes.ep_group)
@@ -381,7 +415,17 @@ def runs_behind_attention(world: World, meshes: Meshes) -> list[str]:
 @pytest.fixture(scope="module")
 def two() -> Outcomes:
     scenarios = [
-        *(hosts, slots, uneven_ranks, bfloat16, whole_numbers, noise_floor, replicas_are_copies, recomputed_rows),
+        *(
+            hosts,
+            slots,
+            late_weights,
+            uneven_ranks,
+            bfloat16,
+            whole_numbers,
+            noise_floor,
+            replicas_are_copies,
+            recomputed_rows,
+        ),
         *(repeats, leaves_nothing_behind, runs_behind_attention, refusals),
     ]
     return Outcomes(run_scenarios, 2, scenarios, ParallelConfig(ep_size=2), E)
@@ -405,6 +449,13 @@ def test_more_slots(two: Outcomes, name: str) -> None:
     for rank in two.of(slots):
         assert rank[name]["difference"] < 1e-5
         assert rank[name]["copies"] > 0
+
+
+def test_weights_are_not_read_before_they_are_waited_for(two: Outcomes) -> None:
+    for rank in two.of(late_weights):
+        for found in rank.values():
+            assert found["difference"] < 1e-5
+            assert found["copies"] > 0
 
 
 def test_idle_ranks(two: Outcomes) -> None:

@@ -131,6 +131,30 @@ def test_swiglu_experts_of_masters_and_replicas(form: str, counts: list[int]) ->
         first += count
 
 
+@pytest.mark.parametrize("counts", [*COUNTS[1:5], COUNTS[6]], ids=str)
+def test_replicas_that_arrive_behind_the_masters_product_give_the_same_bits(form: str, counts: list[int]) -> None:
+    inner, M, total = 16, 2, sum(counts)
+    rows, weights = poisoned(total, 3, 24, 1), normal(3, 2 * inner, 24, seed=3)
+    tiles, slots, calls = make_tiles(counts, M, total + 3), torch.full_like(weights[M:], NAN), []
+
+    def arrive() -> None:
+        slots.copy_(weights[M:])
+        calls.append(1)
+
+    whole = dual_swiglu_forward(rows, weights[:M], weights[M:].clone(), tiles)
+    parts = dual_swiglu_forward(rows, weights[:M], slots, tiles, arrive)
+    assert calls == [1]
+    for of_parts, of_whole in zip(parts, whole):
+        assert torch.equal(of_parts[:total], of_whole[:total])
+
+
+def test_slots_are_waited_for_without_rows_too() -> None:
+    calls = []
+    weights = normal(2, 32, 24)
+    dual_swiglu_forward(normal(0, 24), weights[:1], weights[1:], make_tiles([0, 0], 1, 0), lambda: calls.append(1))
+    assert calls == [1]
+
+
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
 @pytest.mark.parametrize("num_rows", [0, 9])

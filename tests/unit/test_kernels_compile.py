@@ -54,7 +54,8 @@ for transposed in (True, False):
              "y": "tensordesc<bf16[1, 1, 128, 64]>", "offsets": "*i32", "expert_W": "*i32", "row_W": "*i32",
              "num_2": "*i32", "num_rows": "i32", "master_stride": "i64", "slot_stride": "i64", "M": "i32"}
     check(compile(gemm, types, 4, 3, master_bias=None, slot_bias=None, C=4096, O=3072, TRANSPOSED=transposed,
-                  HAS_SLOTS=True, HAS_BIAS=False, DESC=True, BM=128, BN=128, BK=64, GROUP=8, FLATTEN=True, SPLIT=1), 3)
+                  HAS_MASTERS=True, HAS_SLOTS=True, HAS_BIAS=False, DESC=True, BM=128, BN=128, BK=64, GROUP=8,
+                  FLATTEN=True, SPLIT=1), 3)
 """
 
 CHECKSUMS = """

@@ -47,31 +47,33 @@ compile(transfer_kernel, types, STEP=1, IS_TABLE=False, ALIGNED=False, **push)
 ROWS = """
 from equipoise.kernels import rows_triton as rows
 
-words = two | dict(W=1024, WORD=tl.int64, WORD_BYTES=8, ALIGNED=True, BLOCK=1024)
-features = two | dict(K=4, D=4096, ITEM_BYTES=2, ALIGNED=True, BLOCK=4096)
-placed = {"quota_ptr": "*i32", "before_ptr": "*i32", "target_ptr": "*i64", "record_ptr": "*i32"}
+own = dict(L=18, K=4)
+words = dict(W=1024, WORD=tl.int64, BLOCK=1024)
+features = own | two | dict(D=4096, ITEM_BYTES=2, ALIGNED=True, BLOCK=4096)
+layout = {"layout_ptr": "*i64"}
 for integers in ("*i32", "*i64"):
-    types = piece | placed | {"x_ptr": "*i64", "send_ptr": integers, "ids_ptr": integers, "row_ptr": "*i32",
-                              "counts_ptr": "*i64", "total_ptr": "*i32", "num_tokens": "i32", "capacity": "i32",
+    types = piece | layout | {"x_ptr": "*bf16", "send_ptr": integers, "ids_ptr": integers, "row_ptr": "*i32",
+                              "quota_ptr": "*i32", "before_ptr": "*i32", "num_tokens": "i32", "capacity": "i32",
                               "record_offset": "i64"}
-    ptx = compile(rows.send_rows_kernel, types, J=36, L=18, K=4, J_PAD=64, L_PAD=32, BLOCK_T=32, **words)
-    assert "st.global.v2.b64" in ptx
+    fixed = own | two | words | dict(J=36, J_PAD=64, L_PAD=32, BLOCK_T=32, WORD_BYTES=8, ALIGNED=True)
+    ptx = compile(rows.send_rows_kernel, types, **fixed)
+    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx
     types = group | {"tables_ptr": "*i64", "counts_ptr": integers, "quota_ptr": "*i32", "before_ptr": "*i32"}
     compile(rows.exchange_counts_kernel, types, J=36, J_PAD=64, **two)
-types = {"record_ptr": "*i32", "weights_ptr": "*fp32", "total_ptr": "*i32"}
-ptx = compile(rows.spread_rows_kernel, types | {"rows_ptr": "*i64"}, K=4, W=1024, HAS_WEIGHTS=False, BLOCK=1024)
-assert "st.global.v2.b64" in ptx
-ptx = compile(rows.spread_rows_kernel, types | {"rows_ptr": "*bf16"}, K=4, W=4096, HAS_WEIGHTS=True, BLOCK=4096)
+types = layout | {"rows_ptr": "*bf16", "record_ptr": "*i32", "weights_ptr": "*i32"}
+ptx = compile(rows.spread_rows_kernel, types, HAS_WEIGHTS=False, **own, **words)
+assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx
+types |= {"weights_ptr": "*fp32"}
+ptx = compile(rows.spread_rows_kernel, types, W=4096, WORD=None, HAS_WEIGHTS=True, BLOCK=4096, **own)
 assert "st.global.v4.b32" in ptx
-types = {"rows_ptr": "*i64", "out_ptr": "*i64", "total_ptr": "*i32"}
-assert "st.global.v2.b64" in compile(rows.copy_rows_kernel, types, W=1024, BLOCK=1024)
-types = piece | {"grad_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32", "grad_weights_ptr": "*fp32",
-                 "target_ptr": "*i64", "record_ptr": "*i32", "num_tokens": "i32", "weight_offset": "i64"}
+types = layout | {"rows_ptr": "*bf16", "out_ptr": "*bf16"}
+assert "st.global.v2.b64" in compile(rows.copy_rows_kernel, types, L=18, **words)
+types = piece | layout | {"grad_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32",
+                          "grad_weights_ptr": "*fp32", "num_tokens": "i32", "weight_offset": "i64"}
 for want in (True, False):
     ptx = compile(rows.send_gradients_kernel, types, WANT_WEIGHTS=want, **features)
     assert "st.global.v4.b32" in ptx
-types = piece | {"target_ptr": "*i64", "weights_ptr": "*fp32", "kept_ptr": "*bf16", "out_ptr": "*bf16",
-                 "num_tokens": "i32"}
+types = piece | layout | {"weights_ptr": "*fp32", "kept_ptr": "*bf16", "out_ptr": "*bf16", "num_tokens": "i32"}
 for has_weights, keeps in ((True, True), (False, False)):
     ptx = compile(rows.gather_rows_kernel, types, HAS_WEIGHTS=has_weights, KEEPS_ROWS=keeps, **features)
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx

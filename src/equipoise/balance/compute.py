@@ -155,7 +155,8 @@ class _KernelMLP(torch.autograd.Function):
         gate_up, down = masters[:num_gate_up], masters[num_gate_up:]
         ctx.step, ctx.names, ctx.num_gate_up, ctx.make_rows = step, (gate_up_name, down_name), num_gate_up, make_rows
         ctx.tiles = _tiles(rows_RD, step, counts)
-        act_RI, hidden_RI = dual_swiglu_forward(rows_RD, _stacked(gate_up), step.slots(gate_up_name), ctx.tiles)
+        slots, wait_for_slots = step.coming_slots(gate_up_name)  # they arrive behind the masters' product
+        act_RI, hidden_RI = dual_swiglu_forward(rows_RD, _stacked(gate_up), slots, ctx.tiles, wait_for_slots)
         ctx.save_for_backward(rows_RD, hidden_RI, *masters)
         return dual_forward(act_RI, _stacked(down), step.slots(down_name), ctx.tiles, make_rows=make_rows)
 
@@ -167,11 +168,11 @@ class _KernelMLP(torch.autograd.Function):
         want_rows, want_masters = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
         want_gate_up, want_down = any(want_masters[: len(gate_up)]), any(want_masters[len(gate_up) :])
         grad_RD = grad_RD.contiguous()
-        # In the order of the fused loop, which every rank keeps.
+        # Every rank does these in one order.
         wanted = want_gate_up, want_down
         slots = [step.gradient_slots(name) if want else None for name, want in zip(ctx.names, wanted)]
-        gate_up_slots, down_slots = step.slots(gate_up_name), step.slots(down_name)
-        grad_hidden, act_RI = dual_swiglu_backward(grad_RD, _stacked(down), down_slots, hidden_RI, tiles)
+        step.restore()
+        grad_hidden, act_RI = dual_swiglu_backward(grad_RD, _stacked(down), step.slots(down_name), hidden_RI, tiles)
         grads: list[Sequence[torch.Tensor | None]] = [[None] * len(gate_up), [None] * len(down)]
         if want_down:
             grads[1] = _like(dual_wgrad(grad_RD, act_RI, tiles, step.num_masters, down[0].dtype, slots[1]), down)
@@ -181,7 +182,8 @@ class _KernelMLP(torch.autograd.Function):
             grads[0] = _like(gradient, gate_up)
         grad_rows = None
         if want_rows:
-            grad_rows = dual_dgrad(grad_hidden, _stacked(gate_up), gate_up_slots, tiles, ctx.make_rows)
+            slots_of_gate_up = step.slots(gate_up_name)  # which has had the products before to arrive
+            grad_rows = dual_dgrad(grad_hidden, _stacked(gate_up), slots_of_gate_up, tiles, ctx.make_rows)
         for name, want, gradients in zip(ctx.names, wanted, grads):
             if want:
                 step.send_gradients(name, gradients)

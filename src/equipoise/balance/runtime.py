@@ -14,7 +14,7 @@ import math
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -94,7 +94,7 @@ class _Slots:
         tenant = self._tenants.get(name)
         if tenant is not None and tenant() is step:
             return
-        self._wait(name)  # two receives into one slot would race
+        self.wait(name)  # two receives into one slot would race
         self._tenants[name] = weakref.ref(step)
         what = f"weights {name!r} of {step.where}"
         with unseen(), _moving_weights():
@@ -103,10 +103,16 @@ class _Slots:
     def weights(self, step: Step, name: str) -> torch.Tensor:
         """The slots with the step's replicas in them, complete."""
         self.hold(step, name)
-        self._wait(name)
+        self.wait(name)
         return self.buffers.weights(name)
 
-    def _wait(self, name: str) -> None:
+    def coming_weights(self, step: Step, name: str) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """The same before they are complete, and what to call before they are read; None: they are complete."""
+        self.hold(step, name)
+        return self.buffers.weights(name), (lambda: self.wait(name)) if name in self._pending else None
+
+    def wait(self, name: str) -> None:
+        """What is on its way to the slots has arrived, for the current stream."""
         pending = self._pending.pop(name, None)
         if pending is not None:
             with unseen(), _moving_weights():

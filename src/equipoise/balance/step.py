@@ -4,7 +4,7 @@ A `Step` is a value. Autograd nodes of its forward hold it, so it lives as long 
 number of layers and microbatches can be in flight. It never holds tensors of the graph, which would keep both alive.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -285,14 +285,19 @@ class Step:
         """Weights [R, N, K] of this step's replicas in this rank's slots; None when the plan has no replicas."""
         return self._balancer.slots.weights(self, name) if self.has_replicas else None
 
+    def coming_slots(self, name: str) -> tuple[torch.Tensor | None, Callable[[], None] | None]:
+        """The same before the weights are complete, and what has to be called before they are read, if anything."""
+        return self._balancer.slots.coming_weights(self, name) if self.has_replicas else (None, None)
+
     def masters(self, name: str) -> Masters:
         """This rank's masters, detached."""
         return self._masters[name]
 
     def restore(self) -> None:
-        """Starts bringing this step's replicas back to the slots, unless they are there. For the backward."""
+        """Starts bringing this step's replicas back to the slots, unless they are there: what the backward takes first,
+        which is the last of what the forward took."""
         self._balancer.remember(self)
-        for name in self._masters:
+        for name in reversed(self._masters):
             self._balancer.slots.hold(self, name)
 
     def gradient_slots(self, name: str) -> torch.Tensor | None:

@@ -30,7 +30,6 @@ from equipoise.kernels.rows import (
     MAX_PLACES,
     MAX_RANKS,
     Exchange,
-    Piece,
     Places,
     RowLayout,
     copy_rows,
@@ -41,7 +40,7 @@ from equipoise.kernels.rows import (
     send_rows,
     spread_rows,
 )
-from equipoise.symmetric.leased import LeasedMemory, part
+from equipoise.symmetric.leased import LeasedMemory, Part
 from equipoise.symmetric.space import SymmetricSpace
 
 logger = logging.getLogger(__name__)
@@ -66,6 +65,9 @@ class _Memory(NamedTuple):
     @property
     def record_offset(self) -> int:
         return self.weight_offset - _rounded(4 * self.capacity)
+
+    def rows(self, dtype: torch.dtype) -> Part:
+        return Part(0, (self.capacity, self.width), dtype)
 
 
 def _rounded(num_bytes: int) -> int:
@@ -108,6 +110,8 @@ class SymmetricDispatcher:
         shape = (2, space.num_ranks, num_experts)
         self._tables_P = space.allocate(shape, torch.int32, "counts for a dispatch").pointers_P
         self._memory: _Memory | None = None
+        self._exchanges: dict[int, Exchange] = {}
+        self._records = self._weights = Part(0, (0,), torch.int32)
         self._has_warned = False
 
     @property
@@ -141,6 +145,13 @@ class SymmetricDispatcher:
             num_bytes = _rounded(capacity * width * item_bytes) + 2 * _rounded(4 * capacity)
             pieces = LeasedMemory(self.space, self.num_buffers + 1, num_bytes, "rows of tokens")
             memory = self._memory = _Memory(pieces, capacity, slots, width, item_bytes)
+            self._records = Part(memory.record_offset, (capacity,), torch.int32)
+            self._weights = Part(memory.weight_offset, (capacity,), torch.float32)
+            offsets = memory.record_offset, memory.weight_offset
+            for channel in (self._dispatch, self._combine, self._combine_backward, self._dispatch_backward):
+                self._exchanges[channel] = Exchange(
+                    self.space.signals, channel, self.launch, pieces.memory.pointers_P, pieces.piece_bytes, *offsets
+                )
         if num_tokens * num_slots > memory.num_slots or width != memory.width or item_bytes > memory.item_bytes:
             self.space.abandon()
             raise ConfigError(
@@ -178,9 +189,10 @@ class SymmetricDispatcher:
         """[C, D] in a free piece; in plain memory if there is none, or for another dtype."""
         memory = self._memory
         assert memory is not None
-        if memory.pieces.num_free == 0 or dtype.itemsize > memory.item_bytes:
+        free = memory.pieces.free(1)
+        if not free or dtype.itemsize > memory.item_bytes:
             return torch.empty(memory.capacity, memory.width, dtype=dtype, device=self.space.device)
-        return self._rows(memory.pieces.lend()[1], dtype)
+        return memory.pieces.lend(free[0], memory.rows(dtype))
 
     # The four exchanges.
 
@@ -195,14 +207,16 @@ class SymmetricDispatcher:
             known = permutation.row_TK, send_J, *quota_before
         return Places(ids_TK.contiguous(), *known)
 
-    def _lend(self, is_kept: bool) -> tuple[int, torch.Tensor, bool]:
-        """A piece for peers to write to, its bytes, and whether results have to be copied out of it. `is_kept`: until a
-        backward; else for the exchange under way."""
+    def _find_piece(self, is_kept: bool) -> tuple[int, bool]:
+        """A piece for peers to write to, and whether results have to be copied out of it. `is_kept`: until a backward;
+        else for the exchange under way."""
         assert self._memory is not None
         pool = self._memory.pieces
-        if pool.num_free <= UNDER_WAY and self.space.device.type == "cpu":
+        free = pool.free(UNDER_WAY + 1)
+        if len(free) <= UNDER_WAY and self.space.device.type == "cpu":
             gc.collect()  # Triton's interpreter leaves cycles of references to tensors
-        is_last = is_kept and pool.num_free <= UNDER_WAY
+            free = pool.free(UNDER_WAY + 1)
+        is_last = is_kept and len(free) <= UNDER_WAY
         if is_last and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -211,47 +225,43 @@ class SymmetricDispatcher:
                 UNDER_WAY,
                 pool.num_pieces,
             )
-        if pool.num_free == 0:
+        if not free:
             raise RuntimeError(
                 "the gradient of a dispatched row is kept beyond its backward (a hook, retain_grad), so the symmetric "
                 "dispatcher has no buffer left: copy it, or raise dispatch.num_buffers"
             )
-        return *pool.lend(), is_last
-
-    def _exchange(self, channel: int, number: int) -> Exchange:
-        memory = self._memory
-        assert memory is not None
-        addresses_P, num_bytes = memory.pieces.memory.pointers_P, memory.pieces.piece_bytes
-        piece = Piece(addresses_P, num_bytes, number, memory.record_offset, memory.weight_offset)
-        return Exchange(self.space.signals, channel, piece, self.launch)
-
-    def _rows(self, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        assert self._memory is not None
-        return part(piece, 0, (self._memory.capacity, self._memory.width), dtype)
+        return free[0], is_last
 
     def send(self, x_TD: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor, RowLayout]:
         """Rows [C, D] that arrived here, their records [C], and where this rank's went."""
-        assert self._memory is not None
-        capacity = self._memory.capacity
-        number, piece, is_copied = self._lend(is_kept=True)
-        rows = self._rows(piece, x_TD.dtype)
-        record_C = part(piece, self._memory.record_offset, (capacity,), torch.int32)
-        layout = send_rows(self._exchange(self._dispatch, number), x_TD, places, capacity, rows)
-        spread_rows(rows, record_C, layout.total, places.ids_TK.shape[1], self.launch)
+        memory = self._memory
+        assert memory is not None
+        number, is_copied = self._find_piece(is_kept=True)
+        rows = memory.pieces.lend(number, memory.rows(x_TD.dtype))
+        record_C = memory.pieces.lend(number, self._records)
+        layout = send_rows(self._exchanges[self._dispatch], number, x_TD, places, memory.capacity)
+        spread_rows(rows, record_C, layout, places.ids_TK.shape[1], self.launch)
         return (rows.clone(), record_C.clone(), layout) if is_copied else (rows, record_C, layout)
 
     def collect(
-        self, channel: int, rows_RD: torch.Tensor, layout: RowLayout, weights_TK: torch.Tensor | None, keeps: bool
+        self,
+        channel: int,
+        rows_RD: torch.Tensor,
+        layout: RowLayout,
+        shape_TK: tuple[int, int],
+        weights_TK: torch.Tensor | None,
+        keeps: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's tokens' sums of (weighted) rows at their experts' ranks, and the rows [T * K, D] if they are
         kept; those of slots without an id are 0."""
-        assert self._memory is not None
-        number, rows = self._memory.pieces.number_of(rows_RD), rows_RD
+        memory = self._memory
+        assert memory is not None
+        number, rows = memory.pieces.number_of(rows_RD), rows_RD
         if number is None:
-            number, piece, _ = self._lend(is_kept=False)
-            rows = self._rows(piece, rows_RD.dtype)
-            copy_rows(rows_RD, rows, layout.total, self.launch)
-        return gather_rows(self._exchange(channel, number), layout.target_TK, rows, weights_TK, keeps)
+            number, _ = self._find_piece(is_kept=False)
+            rows = memory.pieces.lend(number, memory.rows(rows_RD.dtype))
+            copy_rows(rows_RD, rows, layout, self.launch)
+        return gather_rows(self._exchanges[channel], number, layout, shape_TK, rows, weights_TK, keeps)
 
     def send_weighted(
         self,
@@ -262,14 +272,14 @@ class SymmetricDispatcher:
         record_C: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gradients [C, D] of this rank's experts' outputs, and with `rows_SD` those of the weights."""
-        assert self._memory is not None
-        number, piece, _ = self._lend(is_kept=False)
-        grad_weights = send_gradients(
-            self._exchange(self._combine_backward, number), grad_TD, rows_SD, weights_TK, layout
-        )
-        rows = self._rows(piece, grad_TD.dtype)
-        weights_C = part(piece, self._memory.weight_offset, (self._memory.capacity,), torch.float32)
-        spread_rows(rows, record_C, layout.total, weights_TK.shape[1], self.launch, weights_C)
+        memory = self._memory
+        assert memory is not None
+        number, _ = self._find_piece(is_kept=False)
+        rows = memory.pieces.lend(number, memory.rows(grad_TD.dtype))
+        weights_C = memory.pieces.lend(number, self._weights)
+        exchange = self._exchanges[self._combine_backward]
+        grad_weights = send_gradients(exchange, number, grad_TD, rows_SD, weights_TK, layout)
+        spread_rows(rows, record_C, layout, weights_TK.shape[1], self.launch, weights_C)
         return rows, grad_weights
 
 
@@ -277,14 +287,14 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, dispatcher, places, weights_TK, found):
         rows_CD, record_C, layout = dispatcher.send(x_TD.contiguous(), places)
-        ctx.dispatcher, ctx.layout = dispatcher, layout
+        ctx.dispatcher, ctx.layout, ctx.shape_TK = dispatcher, layout, places.ids_TK.shape
         found.append(_Handle(layout, weights_TK, record_C))  # as outputs they would be in a cycle of references
         return rows_CD
 
     @staticmethod
     def backward(ctx, grad_CD):
-        collect = ctx.dispatcher.collect
-        grad_TD, _ = collect(ctx.dispatcher._dispatch_backward, grad_CD.contiguous(), ctx.layout, None, keeps=False)
+        channel, rows_CD = ctx.dispatcher._dispatch_backward, grad_CD.contiguous()
+        grad_TD, _ = ctx.dispatcher.collect(channel, rows_CD, ctx.layout, ctx.shape_TK, None, keeps=False)
         return grad_TD, None, None, None, None
 
 
@@ -292,7 +302,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RD, weights_TK, dispatcher, layout, record_C, keeps):
         weights_TK = weights_TK.contiguous()
-        y_TD, rows_SD = dispatcher.collect(dispatcher._combine, rows_RD.contiguous(), layout, weights_TK, keeps)
+        channel, rows_RD, shape_TK = dispatcher._combine, rows_RD.contiguous(), weights_TK.shape
+        y_TD, rows_SD = dispatcher.collect(channel, rows_RD, layout, shape_TK, weights_TK, keeps)
         ctx.dispatcher, ctx.layout = dispatcher, layout
         ctx.save_for_backward(rows_SD, weights_TK, record_C)  # not kept on ctx, which outlives the backward
         return y_TD

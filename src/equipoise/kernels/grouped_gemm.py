@@ -12,7 +12,7 @@ Shapes: R rows sorted by physical expert, M masters then S slots, N x K one expe
 features, I inner features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -191,6 +191,17 @@ def _dual_swiglu_forward(
     order_L: torch.Tensor,
     block_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
+    return _swiglu_forward(rows_RD, masters, slots, tiles, None)
+
+
+def _swiglu_forward(
+    rows_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    tiles: Tiles,
+    wait_for_slots: Callable[[], None] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     from equipoise.kernels.grouped_launch_triton import (
         can_describe,
         has_descriptors,
@@ -199,16 +210,22 @@ def _dual_swiglu_forward(
     )
 
     _check_weights(masters, slots)
-    tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
     rows_RD = rows_RD.contiguous()
     (R, D), inner = rows_RD.shape, masters.shape[1] // 2
     act, hidden = rows_RD.new_empty(R, inner), rows_RD.new_empty(R, 2 * inner)
     if R == 0:
+        if wait_for_slots is not None:
+            wait_for_slots()
         return act, hidden
     descriptors = has_descriptors(rows_RD.device) and can_describe(rows_RD, masters, slots, hidden)
-    block = _block("forward", rows_RD, 2 * inner, D, order_L.shape[0], descriptors)
-    launch_gemm(rows_RD, masters, slots, None, None, hidden, tiles, True, block, descriptors)
-    launch_swiglu_rows(hidden, act, offsets_L1)
+    block = _block("forward", rows_RD, 2 * inner, D, tiles.order_L.shape[0], descriptors)
+    if wait_for_slots is None:
+        launch_gemm(rows_RD, masters, slots, None, None, hidden, tiles, True, block, descriptors)
+    else:
+        launch_gemm(rows_RD, masters, None, None, None, hidden, tiles, True, block, descriptors)
+        wait_for_slots()
+        launch_gemm(rows_RD, masters, slots, None, None, hidden, tiles, True, block, descriptors, masters_too=False)
+    launch_swiglu_rows(hidden, act, tiles.offsets_L1)
     return act, hidden
 
 
@@ -322,9 +339,19 @@ def dual_wgrad(
 
 
 def dual_swiglu_forward(
-    rows_RD: torch.Tensor, masters: torch.Tensor, slots: torch.Tensor | None, tiles: Tiles
+    rows_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    tiles: Tiles,
+    wait_for_slots: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) * up [R, I], and gate and up [R, 2 * I] for the backward; weights [., 2 * I, D], gate rows first."""
+    """silu(gate) * up [R, I], and gate and up [R, 2 * I] for the backward; weights [., 2 * I, D], gate rows first.
+
+    `wait_for_slots`: what has to be called before slots are read. The masters' product is then launched before it, the
+    replicas' after it; same bits, and the end of one more launch, where multiprocessors run out of tiles.
+    """
+    if wait_for_slots is not None:
+        return _swiglu_forward(rows_RD, masters, slots, tiles, wait_for_slots)
     return _dual_swiglu_forward(rows_RD, masters, slots, *_unpack(tiles))
 
 

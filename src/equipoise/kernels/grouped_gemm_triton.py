@@ -127,16 +127,18 @@ def _phase(
 @triton.jit(do_not_specialize=["num_rows", "M"])
 def dual_gemm_kernel(
     x, masters, slots, master_bias, slot_bias, y, offsets, expert_W, row_W, num_2, num_rows, master_stride, slot_stride,
-    M, C: tl.constexpr, O: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    M, C: tl.constexpr, O: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_MASTERS: tl.constexpr, HAS_SLOTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, DESC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """y_RO = x_RC times each row's expert's weight: [O, C] if TRANSPOSED (the forward), else [C, O] (its gradient)."""
+    """y_RO = x_RC times each row's expert's weight: [O, C] if TRANSPOSED (the forward), else [C, O] (its gradient).
+    Rows of masters, of slots, or both."""
     masters_end = tl.load(num_2)
-    _phase(
-        x, masters, master_bias, y, offsets, expert_W, row_W, num_rows, 0, masters_end, 0, master_stride,
-        C, O, TRANSPOSED, DESC, HAS_BIAS, BM, BN, BK, GROUP, FLATTEN, SPLIT,
-    )  # fmt: skip
+    if HAS_MASTERS:
+        _phase(
+            x, masters, master_bias, y, offsets, expert_W, row_W, num_rows, 0, masters_end, 0, master_stride,
+            C, O, TRANSPOSED, DESC, HAS_BIAS, BM, BN, BK, GROUP, FLATTEN, SPLIT,
+        )  # fmt: skip
     if HAS_SLOTS:
         _phase(
             x, slots, slot_bias, y, offsets, expert_W, row_W, num_rows, masters_end, tl.load(num_2 + 1), M, slot_stride,

@@ -88,8 +88,9 @@ def launch_gemm(
     transposed: bool,
     block: Block,
     descriptors: bool,
+    masters_too: bool = True,
 ) -> None:
-    """out_RO = rows_RC times [O, C] weights if transposed, else [C, O] ones."""
+    """out_RO = rows_RC times [O, C] weights if transposed, else [C, O] ones; only slots' rows without `masters_too`."""
     C, O = rows_RC.shape[1], out_RO.shape[1]
     BM, BN, BK = tiles.block_rows, block.columns, block.depth
     rows, weights, out = rows_RC, [masters, slots], out_RO
@@ -101,9 +102,9 @@ def launch_gemm(
     dual_gemm_kernel[(block.programs * num_multiprocessors(rows_RC.device),)](
         rows, weights[0], weights[1], bias, slot_bias, out, *_tables(tiles), rows_RC.shape[0],
         masters.stride(0), 0 if slots is None else slots.stride(0),
-        M=masters.shape[0], C=C, O=O, TRANSPOSED=transposed, HAS_SLOTS=slots is not None, HAS_BIAS=bias is not None,
-        DESC=descriptors, BM=BM, BN=BN, BK=BK, GROUP=block.group, FLATTEN=block.flatten, SPLIT=block.split,
-        num_warps=block.warps, num_stages=block.stages,
+        M=masters.shape[0], C=C, O=O, TRANSPOSED=transposed, HAS_MASTERS=masters_too, HAS_SLOTS=slots is not None,
+        HAS_BIAS=bias is not None, DESC=descriptors, BM=BM, BN=BN, BK=BK, GROUP=block.group, FLATTEN=block.flatten,
+        SPLIT=block.split, num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
 
 

@@ -7,11 +7,12 @@ Shapes: P ranks, L local physical experts, J = P * L, T tokens, K slots per toke
 """
 
 from collections.abc import Callable
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from equipoise.kernels.launching import launch
+from equipoise.kernels.launching import Launcher, launch
 from equipoise.kernels.peers import Signals, Words, padded, words_of
 
 RowMaker = Callable[[torch.dtype], torch.Tensor]
@@ -20,7 +21,6 @@ compiled code."""
 
 MAX_PLACES, MAX_RANKS = 2**28, 256
 """What the records of rows can name."""
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class RowLaunch(NamedTuple):
@@ -40,27 +40,37 @@ def row_launch(device: torch.device) -> RowLaunch:
     return RowLaunch(4 * number, 16 * number, 4)
 
 
-class Piece(NamedTuple):
-    """Memory for rows that peers reach, the same on every rank but for its number.
+class Exchange:
+    """One operation of all ranks in pieces of memory for rows, which peers reach.
 
-    addresses_P: where every rank's pieces begin. num_bytes: of one. number: the one that this rank names.
-    record_offset, weight_offset: where in it the rows' records (int32 [C]) and weights (float32 [C]) are.
+    addresses_P: where every rank's pieces begin. num_bytes: of one. record_offset, weight_offset: where in it the rows'
+    records (int32 [C]) and weights (float32 [C]) are.
     """
 
-    addresses_P: torch.Tensor
-    num_bytes: int
-    number: int
-    record_offset: int
-    weight_offset: int
+    def __init__(
+        self,
+        signals: Signals,
+        channel: int,
+        grid: RowLaunch,
+        addresses_P: torch.Tensor,
+        num_bytes: int,
+        record_offset: int,
+        weight_offset: int,
+    ) -> None:
+        self.num_ranks, self.grid = signals.num_ranks, grid
+        self.record_offset, self.weight_offset = record_offset, weight_offset
+        self._bound = signals.control, signals.pads_P, channel, signals.rank, addresses_P, num_bytes
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
 
-
-class Exchange(NamedTuple):
-    """One operation of all ranks."""
-
-    signals: Signals
-    channel: int
-    piece: Piece
-    launch: RowLaunch
+    def launcher(self, form: tuple[Any, ...], make: Callable[..., tuple[Any, dict[str, Any]]]) -> Launcher:
+        """Of the kernel and the constants that `make(*form)` gives, with what all kernels of an exchange take: the
+        channel's, and P."""
+        known = self._launchers.get(form)
+        if known is None:
+            kernel, constants = make(*form)
+            sizes = {"P": self.num_ranks, "P_PAD": padded(self.num_ranks)}
+            known = self._launchers[form] = Launcher(kernel, self.grid.warps, self._bound, **constants, **sizes)
+        return known
 
 
 class Places(NamedTuple):
@@ -77,44 +87,36 @@ class Places(NamedTuple):
     before_J: torch.Tensor
 
 
-class RowLayout(NamedTuple):
-    """Where this rank's rows went and how many came.
+class RowLayout:
+    """Where this rank's rows went and how many came: one tensor, laid out as `kernels/rows_triton.py` says."""
 
-    target_TK: int64, rank << 32 | place there, -1 for none. record_TK: int32, the records of these places. counts_L:
-    int64, rows of each local expert here. total: int32 [1], their sum.
-    """
+    def __init__(self, table: torch.Tensor, num_local: int) -> None:
+        self.table, self.num_local = table, num_local
 
-    target_TK: torch.Tensor
-    record_TK: torch.Tensor
-    counts_L: torch.Tensor
-    total: torch.Tensor
+    @staticmethod
+    def empty(num_slots: int, num_local: int, device: torch.device) -> "RowLayout":
+        size = num_local + 1 + num_slots + (num_slots + 1) // 2
+        return RowLayout(torch.empty(size, dtype=torch.int64, device=device), num_local)
+
+    @cached_property
+    def counts_L(self) -> torch.Tensor:
+        """int64, rows of each local expert here."""
+        return self.table[: self.num_local]
 
 
-def _row_words(rows: torch.Tensor) -> tuple[Words, int, torch.Tensor]:
-    """Words of a row, their number, and the rows as words."""
-    num_bytes = rows.shape[1] * rows.element_size()
-    words = words_of(num_bytes, rows.data_ptr())
-    return words, num_bytes // words.num_bytes, rows.view(_WORDS[words.num_bytes])
+@lru_cache(maxsize=4096)
+def _row_words(num_bytes: int, offset: int) -> tuple[Words, int]:
+    """Words of a row that begins `offset` bytes behind a multiple of 16, and their number."""
+    words = words_of(num_bytes, offset)
+    return words, num_bytes // words.num_bytes
+
+
+def _words(rows: torch.Tensor) -> tuple[Words, int]:
+    return _row_words(rows.shape[1] * rows.element_size(), rows.data_ptr() % 16)
 
 
 def _block(width: int, most: int) -> int:
     return min(max(1 << max(width - 1, 0).bit_length(), 16), most)
-
-
-def _run(kernel: Any, exchange: Exchange, *arguments: Any, **constants: Any) -> None:
-    """Launches an exchange: what all of them take, then their own."""
-    signals, piece, grid = exchange.signals, exchange.piece, exchange.launch
-    common = (
-        signals.control,
-        signals.pads_P,
-        exchange.channel,
-        signals.rank,
-        piece.number,
-        piece.addresses_P,
-        piece.num_bytes,
-    )
-    ranks = {"P": signals.num_ranks, "P_PAD": padded(signals.num_ranks)}
-    launch(kernel, grid.programs, (*common, *arguments), grid.warps, **constants, **ranks)
 
 
 def exchange_counts(
@@ -135,143 +137,170 @@ def exchange_counts(
     return quota_J, before_J
 
 
-def send_rows(
-    exchange: Exchange, x_TD: torch.Tensor, places: Places, capacity: int, rows_CD: torch.Tensor
-) -> RowLayout:
-    """Each token to the places of its slots with an id. `rows_CD`: this rank's piece, as rows; `capacity`: C."""
+def _sending(J: int, L: int, K: int, W: int, words: Words, block_t: int) -> tuple[Any, dict[str, Any]]:
     from equipoise.kernels.rows_triton import send_rows_kernel
 
-    J = places.send_J.numel()
-    L = J // exchange.signals.num_ranks
-    T, K = places.ids_TK.shape
-    empty = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=x_TD.device)  # noqa: E731
-    layout = RowLayout(
-        empty(T, K, dtype=torch.int64),
-        empty(T, K, dtype=torch.int32),
-        empty(L, dtype=torch.int64),
-        empty(1, dtype=torch.int32),
-    )
-    words, W, x = _row_words(x_TD)
-    _run(
-        send_rows_kernel,
-        exchange,
-        x,
+    return send_rows_kernel, {
+        "J": J,
+        "L": L,
+        "K": K,
+        "J_PAD": padded(J),
+        "L_PAD": padded(L),
+        "BLOCK_T": block_t,
+        "W": W,
+        "WORD": _triton_type(words),
+        "WORD_BYTES": words.num_bytes,
+        "ALIGNED": words.aligned,
+        "BLOCK": _block(W, 2048),
+    }
+
+
+def send_rows(exchange: Exchange, piece: int, x_TD: torch.Tensor, places: Places, capacity: int) -> RowLayout:
+    """Each token to the places of its slots with an id. `piece`: the one that this rank names; `capacity`: C."""
+    (T, K), J, device = places.ids_TK.shape, places.send_J.shape[0], x_TD.device
+    L, (words, W) = J // exchange.num_ranks, _words(x_TD)
+    layout = RowLayout.empty(T * K, L, device)
+    launcher = exchange.launcher((J, L, K, W, words, 32 if device.type != "cpu" else 16), _sending)
+    launcher(
+        exchange.grid.programs,
+        piece,
+        x_TD,
         places.send_J,
         places.quota_J,
         places.before_J,
         places.ids_TK,
         places.row_TK,
-        *layout,
+        layout.table,
         T,
         capacity,
-        exchange.piece.record_offset,
-        J=J,
-        L=L,
-        K=K,
-        J_PAD=padded(J),
-        L_PAD=padded(L),
-        BLOCK_T=32 if x_TD.device.type != "cpu" else 16,
-        W=W,
-        WORD=_triton_type(words),
-        WORD_BYTES=words.num_bytes,
-        ALIGNED=words.aligned,
-        BLOCK=_block(W, 2048),
+        exchange.record_offset,
     )
     return layout
+
+
+@lru_cache(maxsize=256)
+def _spreading(warps: int, L: int, K: int, W: int, words: Words | None) -> Launcher:
+    """`words`: None with weights, whose rows are elements."""
+    from equipoise.kernels.rows_triton import spread_rows_kernel
+
+    word, most = (None, 4096) if words is None else (_triton_type(words), 2048)
+    return Launcher(
+        spread_rows_kernel, warps, L=L, K=K, W=W, WORD=word, HAS_WEIGHTS=words is None, BLOCK=_block(W, most)
+    )
 
 
 def spread_rows(
     rows_CD: torch.Tensor,
     record_C: torch.Tensor,
-    total: torch.Tensor,
+    layout: RowLayout,
     top_k: int,
     grid: RowLaunch,
     weights_C: torch.Tensor | None = None,
 ) -> None:
-    """Heads' rows to the other places of their tokens here, in place; every row times its weight, if there are any."""
-    from equipoise.kernels.rows_triton import spread_rows_kernel
-
-    if top_k == 1 and weights_C is None:
-        return
-    _, W, rows = _row_words(rows_CD)
+    """Rows of other ranks' heads to the other places of their tokens here, in place; each times its weight, if there
+    are any."""
     if weights_C is not None:
-        W, rows = rows_CD.shape[1], rows_CD
-    has_weights = weights_C is not None
-    arguments = (rows, record_C, record_C if weights_C is None else weights_C, total)
-    block = _block(W, 4096 if has_weights else 2048)
-    launch(spread_rows_kernel, grid.copies, arguments, grid.warps, K=top_k, W=W, HAS_WEIGHTS=has_weights, BLOCK=block)
+        launcher = _spreading(grid.warps, layout.num_local, top_k, rows_CD.shape[1], None)
+    elif top_k == 1:
+        return
+    else:
+        words, W = _words(rows_CD)
+        launcher = _spreading(grid.warps, layout.num_local, top_k, W, words)
+    launcher(grid.copies, rows_CD, record_C, record_C if weights_C is None else weights_C, layout.table)
 
 
-def copy_rows(rows_RD: torch.Tensor, out_CD: torch.Tensor, total: torch.Tensor, grid: RowLaunch) -> None:
-    """The first `total` rows into a piece."""
+@lru_cache(maxsize=256)
+def _copying(warps: int, L: int, W: int, words: Words) -> Launcher:
     from equipoise.kernels.rows_triton import copy_rows_kernel
 
-    _, W, rows = _row_words(rows_RD)
-    arguments = (rows, out_CD.view(rows.dtype), total)
-    launch(copy_rows_kernel, grid.copies, arguments, grid.warps, W=W, BLOCK=_block(W, 2048))
+    return Launcher(copy_rows_kernel, warps, L=L, W=W, WORD=_triton_type(words), BLOCK=_block(W, 2048))
+
+
+def copy_rows(rows_RD: torch.Tensor, out_CD: torch.Tensor, layout: RowLayout, grid: RowLaunch) -> None:
+    """The rows that belong to somebody, into a piece."""
+    words, W = _words(rows_RD)
+    _copying(grid.warps, layout.num_local, W, words)(grid.copies, rows_RD, out_CD, layout.table)
+
+
+def _gathering(
+    L: int, K: int, D: int, item_bytes: int, aligned: bool, has_weights: bool, keeps: bool
+) -> tuple[Any, dict[str, Any]]:
+    from equipoise.kernels.rows_triton import gather_rows_kernel
+
+    return gather_rows_kernel, {
+        "L": L,
+        "K": K,
+        "D": D,
+        "ITEM_BYTES": item_bytes,
+        "ALIGNED": aligned,
+        "HAS_WEIGHTS": has_weights,
+        "KEEPS_ROWS": keeps,
+        "BLOCK": _block(D, 4096),
+    }
 
 
 def gather_rows(
-    exchange: Exchange, target_TK: torch.Tensor, like_CD: torch.Tensor, weights_TK: torch.Tensor | None, keeps: bool
+    exchange: Exchange,
+    piece: int,
+    layout: RowLayout,
+    shape_TK: tuple[int, int],
+    like_CD: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The sums [T, D] over each token's slots of (weight times) the row in the piece that its expert's rank has named,
     in FP32, in the dtype of `like_CD`, this rank's rows. `keeps`: also the rows themselves [T * K, D]."""
-    from equipoise.kernels.rows_triton import gather_rows_kernel
-
-    T, K = target_TK.shape
-    D = like_CD.shape[1]
-    out_TD = like_CD.new_empty(T, D)
-    kept_SD = like_CD.new_empty(T * K, D) if keeps else None
-    _run(
-        gather_rows_kernel,
-        exchange,
-        target_TK,
-        target_TK if weights_TK is None else weights_TK,
-        out_TD if kept_SD is None else kept_SD,
-        out_TD,
-        T,
-        K=K,
-        D=D,
-        ITEM_BYTES=like_CD.element_size(),
-        ALIGNED=_row_words(like_CD)[0].aligned,
-        HAS_WEIGHTS=weights_TK is not None,
-        KEEPS_ROWS=keeps,
-        BLOCK=_block(D, 4096),
-    )
+    (T, K), D = shape_TK, like_CD.shape[1]
+    dtype, device, has_weights = like_CD.dtype, like_CD.device, weights_TK is not None
+    out_TD = torch.empty(T, D, dtype=dtype, device=device)
+    kept_SD = torch.empty(T * K, D, dtype=dtype, device=device) if keeps else None
+    form = layout.num_local, K, D, dtype.itemsize, _words(like_CD)[0].aligned, has_weights, keeps
+    weights = layout.table if weights_TK is None else weights_TK
+    kept = out_TD if kept_SD is None else kept_SD
+    exchange.launcher(form, _gathering)(exchange.grid.programs, piece, layout.table, weights, kept, out_TD, T)
     return out_TD, kept_SD
+
+
+def _sending_gradients(
+    L: int, K: int, D: int, item_bytes: int, aligned: bool, wants_weights: bool
+) -> tuple[Any, dict[str, Any]]:
+    from equipoise.kernels.rows_triton import send_gradients_kernel
+
+    return send_gradients_kernel, {
+        "L": L,
+        "K": K,
+        "D": D,
+        "ITEM_BYTES": item_bytes,
+        "ALIGNED": aligned,
+        "WANT_WEIGHTS": wants_weights,
+        "BLOCK": _block(D, 4096),
+    }
 
 
 def send_gradients(
     exchange: Exchange,
+    piece: int,
     grad_TD: torch.Tensor,
     rows_SD: torch.Tensor | None,
     weights_TK: torch.Tensor,
     layout: RowLayout,
 ) -> torch.Tensor | None:
-    """Each token's gradient to the heads of its slots, and their weights. Returns the weights' gradients if there are
-    `rows_SD` [T * K, D], the rows that were summed."""
-    from equipoise.kernels.rows_triton import send_gradients_kernel
-
-    T, K = weights_TK.shape
-    D = grad_TD.shape[1]
+    """Each token's gradient to the heads of its slots, and their weights; here to all of its slots, weighted. Returns
+    the weights' gradients if there are `rows_SD` [T * K, D], the rows that were summed."""
+    (T, K), D = weights_TK.shape, grad_TD.shape[1]
     grad_weights = None if rows_SD is None else torch.empty_like(weights_TK)
-    _run(
-        send_gradients_kernel,
-        exchange,
+    aligned = _words(grad_TD)[0].aligned
+    form = layout.num_local, K, D, grad_TD.element_size(), aligned, rows_SD is not None
+    exchange.launcher(form, _sending_gradients)(
+        exchange.grid.programs,
+        piece,
         grad_TD,
         grad_TD if rows_SD is None else rows_SD,
         weights_TK,
         weights_TK if grad_weights is None else grad_weights,
-        layout.target_TK,
-        layout.record_TK,
+        layout.table,
         T,
-        exchange.piece.weight_offset,
-        K=K,
-        D=D,
-        ITEM_BYTES=grad_TD.element_size(),
-        ALIGNED=_row_words(grad_TD)[0].aligned,
-        WANT_WEIGHTS=rows_SD is not None,
-        BLOCK=_block(D, 4096),
+        exchange.weight_offset,
     )
     return grad_weights
 

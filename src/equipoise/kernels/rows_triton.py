@@ -9,7 +9,7 @@ order.
 
 A token that goes to several experts of one rank is sent there once, to the place of its first slot there, the head.
 Each place has a record that leads from the head to the places of the token's other slots, and the rank copies the row
-to these itself.
+to these itself. A token of this rank's own goes to all of its places here at once, while others' are on their way.
 
 Shapes: P ranks, L local (physical) experts, J = P * L, T tokens of this rank, K slots per token, D features, C rows
 at most here.
@@ -30,8 +30,23 @@ from equipoise.kernels.signals_triton import (
 NUMBER_MASK = tl.constexpr(2**20 - 1)
 NEEDED_ROWS, ROW_CAPACITY = tl.constexpr(3), tl.constexpr(4)
 FOLLOWER = tl.constexpr(2**30)
+OWN = tl.constexpr(2**29)
 PLACE_MASK = tl.constexpr(2**28 - 1)
-"""A record (int32) is the next place of the token here plus one, or 0; with FOLLOWER added where it is not the head."""
+"""A record (int32) is the next place of the token here plus one, or 0; with FOLLOWER added where it is not the head,
+and OWN where the token is of the rank that the place is at."""
+
+
+@triton.jit
+def _targets(layout_ptr, L: tl.constexpr):
+    """int64 [T * K]: rank << 32 | place there; -1 where there is none. A layout is int64: rows of each local expert
+    here [L], their sum, the targets, then the records (int32 [T * K])."""
+    return layout_ptr + (L + 1)
+
+
+@triton.jit
+def _records(layout_ptr, num_slots, L: tl.constexpr):
+    """int32 [T * K], of the targets' places."""
+    return (layout_ptr + (L + 1) + num_slots).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -65,8 +80,7 @@ def _place(slot, is_token, ids_ptr, row_ptr, shift_J, capacity, L: tl.constexpr)
 
 @triton.jit
 def _address_tokens(
-    control_ptr, send_ptr, quota_ptr, before_ptr, ids_ptr, row_ptr, target_ptr, record_ptr, counts_ptr, total_ptr,
-    rank, capacity, num_tokens,
+    control_ptr, send_ptr, quota_ptr, before_ptr, ids_ptr, row_ptr, layout_ptr, rank, capacity, num_tokens,
     J: tl.constexpr, L: tl.constexpr, K: tl.constexpr, J_PAD: tl.constexpr, L_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Where the rows of this program's tokens go; by the first program, how many come here. Every rank sees it if any
@@ -78,6 +92,7 @@ def _address_tokens(
     first -= tl.gather(first, (j // L) * L, 0)
     before = tl.load(before_ptr + j, mask=j < J, other=0)
     shift = first + before - (tl.cumsum(send, 0) - send)
+    target_ptr, record_ptr = _targets(layout_ptr, L), _records(layout_ptr, num_tokens.to(tl.int64) * K, L)
     zero = tl.zeros([], tl.int64)  # makes tensors of loop variables, which the interpreter has as integers
     num_programs = tl.num_programs(0)
     for start in range(tl.program_id(0), num_tokens, num_programs * BLOCK_T):
@@ -96,6 +111,7 @@ def _address_tokens(
                         record = tl.where(is_here, FOLLOWER, record)
                     else:
                         record = tl.where(is_here & (record & PLACE_MASK == 0), record + its_place + 1, record)
+            record += tl.where(peer == rank, OWN, 0)
             target = tl.where(is_row, (peer.to(tl.int64) << 32) + place, -1)
             tl.store(target_ptr + token * K + k, target, mask=is_token)
             tl.store(record_ptr + token * K + k, record, mask=is_token)
@@ -104,8 +120,8 @@ def _address_tokens(
         mine = tl.load(quota_ptr + rank * L + local, mask=local < L, other=0)
         end = tl.cumsum(mine, 0)
         counts = tl.minimum(end, capacity) - tl.minimum(end - mine, capacity)
-        tl.store(counts_ptr + local, counts.to(tl.int64), mask=local < L)
-        tl.store(total_ptr, tl.minimum(tl.sum(mine, 0), capacity))
+        tl.store(layout_ptr + local, counts.to(tl.int64), mask=local < L)
+        tl.store(layout_ptr + L, tl.minimum(tl.sum(mine, 0), capacity).to(tl.int64))
         needed = tl.max(tl.where(j < J, first + quota, 0), 0)
         if needed > capacity:
             status = tl.load(control_ptr + 1).to(tl.pointer_type(tl.int64))
@@ -119,19 +135,16 @@ def send_rows_kernel(
     pads_ptr,
     channel,
     rank,
-    piece,
     pieces_ptr,  # int64 [P]
     piece_bytes,
-    x_ptr,  # words [T, W]
+    piece,
+    x_ptr,  # [T, W] words
     send_ptr,  # [J], this rank's rows for each physical expert
     quota_ptr,  # int32 [J], all ranks' rows for each
     before_ptr,  # int32 [J], those of the ranks before this one
     ids_ptr,  # [T, K], physical
     row_ptr,  # [T, K], places among this rank's rows, sorted by physical expert
-    target_ptr,  # int64 [T, K], out: rank << 32 | place there; -1 where there is none
-    record_ptr,  # int32 [T, K], out: the record of that place
-    counts_ptr,  # int64 [L], out: rows of each local expert here
-    total_ptr,  # int32 [1], out: their sum
+    layout_ptr,  # out
     num_tokens,
     capacity,
     record_offset,  # of the records in a piece
@@ -152,17 +165,19 @@ def send_rows_kernel(
     """Finds the places, then sends each token once to each of its ranks."""
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
     _address_tokens(
-        control_ptr, send_ptr, quota_ptr, before_ptr, ids_ptr, row_ptr, target_ptr, record_ptr, counts_ptr, total_ptr,
-        rank, capacity, num_tokens, J, L, K, J_PAD, L_PAD, BLOCK_T,
+        control_ptr, send_ptr, quota_ptr, before_ptr, ids_ptr, row_ptr, layout_ptr, rank, capacity, num_tokens,
+        J, L, K, J_PAD, L_PAD, BLOCK_T,
     )  # fmt: skip
     # In it is a barrier, behind which this program's threads see each other's targets.
     wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
     named_ptr = pad_words(pads_ptr, rank, channel, False, P)
+    target_ptr, record_ptr = _targets(layout_ptr, L), _records(layout_ptr, num_tokens.to(tl.int64) * K, L)
+    words_ptr = x_ptr.to(tl.pointer_type(WORD))
     zero = tl.zeros([], tl.int64)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         for start in tl.static_range(0, W, BLOCK):
             w = start + tl.arange(0, BLOCK)
-            words = tl.load(x_ptr + (zero + token) * W + w, mask=w < W)
+            words = tl.load(words_ptr + (zero + token) * W + w, mask=w < W)
             for k in tl.static_range(K):
                 slot = (zero + token) * K + k
                 is_row, base, place = _locate(slot, target_ptr, named_ptr, pieces_ptr, piece_bytes)
@@ -170,7 +185,7 @@ def send_rows_kernel(
                 target = (base + place * (W * WORD_BYTES)).to(tl.pointer_type(WORD))
                 if ALIGNED:
                     target = tl.multiple_of(target, 16)
-                width = tl.where(is_row & (record < FOLLOWER), W, 0)
+                width = tl.where(is_row & ((record < FOLLOWER) | (record & OWN > 0)), W, 0)
                 tl.store(target + w, words, mask=w < width)
                 if start == 0:
                     tl.store((base + record_offset).to(tl.pointer_type(tl.int32)) + place, record, mask=is_row)
@@ -183,17 +198,17 @@ def send_gradients_kernel(
     pads_ptr,
     channel,
     rank,
-    piece,
     pieces_ptr,
     piece_bytes,
+    piece,
     grad_ptr,  # [T, D]
     rows_ptr,  # [T * K, D], what the experts returned
     weights_ptr,  # [T, K]
     grad_weights_ptr,  # [T, K]
-    target_ptr,
-    record_ptr,
+    layout_ptr,
     num_tokens,
     weight_offset,  # of the rows' weights in a piece
+    L: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
@@ -204,17 +219,20 @@ def send_gradients_kernel(
     BLOCK: tl.constexpr,
 ):
     """Backward of the weighted sum: each token's gradient once to each of its ranks, and each slot's weight to its
-    place; and <gradient, row>, the weight's gradient."""
+    place; here to each of its places, times the weight; and <gradient, row>, the weight's gradient."""
     dtype: tl.constexpr = grad_ptr.dtype.element_ty
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
     wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
     named_ptr = pad_words(pads_ptr, rank, channel, False, P)
+    target_ptr, record_ptr = _targets(layout_ptr, L), _records(layout_ptr, num_tokens.to(tl.int64) * K, L)
     zero = tl.zeros([], tl.int64)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         for k in tl.static_range(K):
             slot = (zero + token) * K + k
             is_row, base, place = _locate(slot, target_ptr, named_ptr, pieces_ptr, piece_bytes)
-            is_head = is_row & (tl.load(record_ptr + slot) < FOLLOWER)
+            record = tl.load(record_ptr + slot)
+            is_own = record & OWN > 0
+            is_sent = is_row & ((record < FOLLOWER) | is_own)
             weight = tl.load(weights_ptr + slot).to(tl.float32)
             tl.store((base + weight_offset).to(tl.pointer_type(tl.float32)) + place, weight, mask=is_row)
             target = (base + place * (D * ITEM_BYTES)).to(tl.pointer_type(dtype))
@@ -224,7 +242,8 @@ def send_gradients_kernel(
             for start in tl.static_range(0, D, BLOCK):
                 d = start + tl.arange(0, BLOCK)
                 grad = tl.load(grad_ptr + (zero + token) * D + d, mask=d < D, other=0.0)
-                tl.store(target + d, grad, mask=d < tl.where(is_head, D, 0))
+                weighted = (grad.to(tl.float32) * weight).to(dtype)
+                tl.store(target + d, tl.where(is_own, weighted, grad), mask=d < tl.where(is_sent, D, 0))
                 if WANT_WEIGHTS:
                     row = tl.load(rows_ptr + slot * D + d, mask=d < tl.where(is_row, D, 0), other=0.0)
                     products += grad.to(tl.float32) * row.to(tl.float32)
@@ -235,47 +254,56 @@ def send_gradients_kernel(
 
 @triton.jit
 def spread_rows_kernel(
-    rows_ptr,  # words, or with HAS_WEIGHTS elements: [C, W]
+    rows_ptr,  # [C, W] words, or elements with HAS_WEIGHTS
     record_ptr,  # int32 [C]
     weights_ptr,  # float32 [C]
-    total_ptr,
+    layout_ptr,
+    L: tl.constexpr,
     K: tl.constexpr,
     W: tl.constexpr,
+    WORD: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies the head's row to the token's other places here; with weights, each times that of its place."""
-    total = tl.load(total_ptr)
+    """Copies the head's row to the token's other places here; with weights, each times that of its place. Tokens of
+    this rank's own have been to all places."""
+    total = tl.load(layout_ptr + L).to(tl.int32)
+    words_ptr = rows_ptr
+    if not HAS_WEIGHTS:
+        words_ptr = rows_ptr.to(tl.pointer_type(WORD))
     zero = tl.zeros([], tl.int64)
     for row in range(tl.program_id(0), total, tl.num_programs(0)):
         record = tl.load(record_ptr + row)
-        if (record >= 0) & (record < FOLLOWER):
+        if (record >= 0) & (record < OWN):
             for start in tl.static_range(0, W, BLOCK):
                 w = start + tl.arange(0, BLOCK)
-                words = tl.load(rows_ptr + (zero + row) * W + w, mask=w < W)
+                words = tl.load(words_ptr + (zero + row) * W + w, mask=w < W)
                 if HAS_WEIGHTS:
                     head = (words.to(tl.float32) * tl.load(weights_ptr + row)).to(words.dtype)
-                    tl.store(rows_ptr + (zero + row) * W + w, head, mask=w < W)
+                    tl.store(words_ptr + (zero + row) * W + w, head, mask=w < W)
                 place = (record & PLACE_MASK) - 1
                 hops = 0
                 while (place >= 0) & (place < total) & (hops < K - 1):
                     copy = words
                     if HAS_WEIGHTS:
                         copy = (words.to(tl.float32) * tl.load(weights_ptr + place)).to(words.dtype)
-                    tl.store(rows_ptr + (zero + place) * W + w, copy, mask=w < W)
+                    tl.store(words_ptr + (zero + place) * W + w, copy, mask=w < W)
                     place = (tl.load(record_ptr + place) & PLACE_MASK) - 1
                     hops += 1
 
 
 @triton.jit
-def copy_rows_kernel(rows_ptr, out_ptr, total_ptr, W: tl.constexpr, BLOCK: tl.constexpr):
+def copy_rows_kernel(
+    rows_ptr, out_ptr, layout_ptr, L: tl.constexpr, W: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr
+):
     """The first rows, as words [C, W]."""
+    source, target = rows_ptr.to(tl.pointer_type(WORD)), out_ptr.to(tl.pointer_type(WORD))
     zero = tl.zeros([], tl.int64)
-    for row in range(tl.program_id(0), tl.load(total_ptr), tl.num_programs(0)):
+    for row in range(tl.program_id(0), tl.load(layout_ptr + L).to(tl.int32), tl.num_programs(0)):
         for start in tl.static_range(0, W, BLOCK):
             w = start + tl.arange(0, BLOCK)
-            words = tl.load(rows_ptr + (zero + row) * W + w, mask=w < W)
-            tl.store(out_ptr + (zero + row) * W + w, words, mask=w < W)
+            words = tl.load(source + (zero + row) * W + w, mask=w < W)
+            tl.store(target + (zero + row) * W + w, words, mask=w < W)
 
 
 @triton.jit
@@ -297,14 +325,15 @@ def gather_rows_kernel(
     pads_ptr,
     channel,
     rank,
-    piece,
     pieces_ptr,
     piece_bytes,
-    target_ptr,
+    piece,
+    layout_ptr,
     weights_ptr,  # [T, K]
     kept_ptr,  # [T * K, D], out: the rows themselves
     out_ptr,  # [T, D]
     num_tokens,
+    L: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
@@ -320,6 +349,7 @@ def gather_rows_kernel(
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
     wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
     named_ptr = pad_words(pads_ptr, rank, channel, False, P)
+    target_ptr = _targets(layout_ptr, L)
     zero = tl.zeros([], tl.int64)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         for start in tl.static_range(0, D, BLOCK):

@@ -115,6 +115,7 @@ class SymmetricSpace:
         self.num_bytes = 0
         status = torch.zeros(8, dtype=torch.int64)
         self.status = status.pin_memory() if device.type == "cuda" else status
+        self._seen: memoryview = memoryview(self.status.numpy())  # type: ignore[arg-type]  # far quicker to read than a tensor
         words = [0] * (CONTROL_WORDS * (CHANNELS + 1))
         words[LIMIT], words[STATUS] = 1000, self.status.data_ptr()
         self.control = torch.tensor(words, dtype=torch.int64, device=device)
@@ -191,21 +192,21 @@ class SymmetricSpace:
             RankFailure: a peer did not take part in time.
             ConfigError: a rank would have received more rows than its buffers hold.
         """
-        if int(self.status[FAILED]):
-            channel, peer = int(self.status[FAILED]) - 1, int(self.status[MISSING])
+        if self._seen[FAILED]:
+            channel, peer = self._seen[FAILED] - 1, self._seen[MISSING]
             missing = self.global_ranks[peer] if 0 <= peer < self.num_ranks else peer
             how = (
                 f"which has failed and does not take part in {self._channels[channel]!r}"
-                if int(self.status[HAS_LEFT])
+                if self._seen[HAS_LEFT]
                 else f"which did not take part in {self._channels[channel]!r} within {self.timeout_s:g} s"
             )
             raise RankFailure(
                 f"{what or self._channels[channel]}: rank {self.global_ranks[self.rank]} waited for rank {missing} on "
-                f"the device, {how} (operation {int(self.status[RUN])})"
+                f"the device, {how} (operation {self._seen[RUN]})"
             )
-        if int(self.status[NEEDED_ROWS]):
+        if self._seen[NEEDED_ROWS]:
             raise ConfigError(
-                f"a rank would have received {int(self.status[NEEDED_ROWS])} rows in one dispatch, the buffers hold "
-                f"{int(self.status[ROW_CAPACITY])}: raise dispatch.capacity_factor, or set dispatch.overflow to "
+                f"a rank would have received {self._seen[NEEDED_ROWS]} rows in one dispatch, the buffers hold "
+                f"{self._seen[ROW_CAPACITY]}: raise dispatch.capacity_factor, or set dispatch.overflow to "
                 "'worst_case', which holds any routing. The results since then are wrong; resume from a checkpoint"
             )
