@@ -262,6 +262,27 @@ def test_gradients_that_are_not_contiguous(kind: str) -> None:
     assert all(close(value, reference) for value, reference in zip(*grads))
 
 
+@pytest.mark.parametrize("inner", [8, 300])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_rows_with_weights(counts: list[int], inner: int) -> None:
+    """Outputs, the weights' gradient and all others; rows behind the last belong to nobody, and 0 is a weight."""
+    total, counts_E = sum(counts), torch.tensor(counts, device=DEVICE)
+    values = [normal(total + 3, 24), normal(3, 2 * inner, 24, seed=1), normal(3, 24, inner, seed=2)]
+    weights = torch.rand(total + 3, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    weights[::4] = 0
+    grad = poisoned(total, 3, 24, seed=4)
+    found = []
+    for fn, dtype in ((triton_grouped_mlp, DTYPE), (plain_grouped_mlp, torch.float64)):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in values]
+        weights_R = weights.to(torch.float32 if dtype == DTYPE else dtype, copy=True).requires_grad_()
+        out = fn(*inputs, counts_E, weights_R=weights_R)
+        out[:total].backward(grad[:total].to(dtype)) if fn is plain_grouped_mlp else out.backward(grad)
+        assert (weights_R.grad[total:] == 0).all()
+        found.append([out[:total], inputs[0].grad[:total], *(x.grad for x in inputs[1:]), weights_R.grad])
+    assert found[0][-1].dtype == torch.float32
+    assert all(close(value, reference) for value, reference in zip(*found))
+
+
 def test_frozen_weights_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = normal(9, 24).requires_grad_()
     gate_up, down, counts = normal(2, 16, 24, seed=1), normal(2, 24, 8, seed=2), torch.tensor([4, 5], device=DEVICE)
@@ -294,17 +315,19 @@ def test_saved_activations_are_three_quarters_of_the_unfused_ones() -> None:
     assert saved_bytes(triton_grouped_mlp, *inputs, counts) <= 0.75 * saved_bytes(plain_grouped_mlp, *inputs, counts)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("num_rows", [0, 9])
-def test_compiles_whole(num_rows: int) -> None:
+def test_compiles_whole(num_rows: int, weighted: bool) -> None:
     counts = torch.tensor([num_rows, 0], device=DEVICE)
     compiled = torch.compile(triton_grouped_mlp, fullgraph=True, backend="aot_eager")
     results = []
     for fn in (triton_grouped_mlp, compiled):
         inputs = [normal(num_rows, 24), normal(2, 16, 24, seed=1), normal(2, 24, 8, seed=2)]
         inputs = [x.requires_grad_() for x in inputs]
-        out = fn(*inputs, counts)
+        weights = torch.linspace(0.1, 1, num_rows, device=DEVICE).requires_grad_()
+        out = fn(*inputs, counts, weights_R=weights if weighted else None)
         out.sum().backward()
-        results.append([out.detach(), *(x.grad for x in inputs)])
+        results.append([out.detach(), *(x.grad for x in inputs)] + ([weights.grad] if weighted else []))
     assert all(torch.equal(a, b) for a, b in zip(*results))
     assert (results[1][2][1] == 0).all()
 
@@ -313,13 +336,15 @@ def test_operators_keep_their_contracts() -> None:
     tiles = make_tiles([4, 5], 1, 9)
     tables = (*tiles[:5], tiles.block_rows)
     rows, gate_up, down = normal(9, 24), normal(2, 16, 24, seed=1), normal(2, 24, 8, seed=2)
-    ops, slots = torch.ops.equipoise, torch.zeros(1, 16, 24, device=DEVICE)
+    ops, slots, weights = torch.ops.equipoise, torch.zeros(1, 16, 24, device=DEVICE), torch.rand(9, device=DEVICE)
     calls = (
         (ops.dual_gemm, (rows, gate_up[:1], gate_up[1:].clone(), None, None, *tables, True)),
         (ops.dual_gemm, (normal(9, 16), gate_up[:1], gate_up[1:].clone(), None, None, *tables, False)),
         (ops.dual_wgrad, (normal(9, 16), rows, slots, tiles.offsets_L1, tiles.order_L, 1, torch.float32, True)),
-        (ops.dual_swiglu_forward, (rows, gate_up[:1], gate_up[1:].clone(), *tables)),
-        (ops.dual_swiglu_backward, (rows, down[:1], down[1:].clone(), normal(9, 16), *tables)),
+        (ops.dual_swiglu_forward, (rows, gate_up[:1], gate_up[1:].clone(), None, *tables)),
+        (ops.dual_swiglu_forward, (rows, gate_up[:1], gate_up[1:].clone(), weights, *tables)),
+        (ops.dual_swiglu_backward, (rows, down[:1], down[1:].clone(), normal(9, 16), None, *tables)),
+        (ops.dual_swiglu_backward, (rows, down[:1], down[1:].clone(), normal(9, 16), weights, *tables)),
     )
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -33,6 +33,15 @@ for masters, slots in ((True, True), (True, False), (False, True), (False, False
     compiled = compile(wgrad, types, 4, 2, HAS_MASTERS=masters, HAS_SLOTS=slots, **given)
     assert ("wgmma" in compiled.asm["ptx"]) == (masters or slots)
 """
+SWIGLU = """
+from equipoise.kernels import swiglu_triton as swiglu
+types = {"hidden": "*bf16", "act": "*bf16", "grad_hidden": "*bf16", "weights": "*fp32", "grad_weights": "*fp32",
+         "end_ptr": "*i32", "num_columns": "i32"}
+compile(swiglu.weighted_swiglu_rows_backward_kernel, types, 4, 3, I=768, BR=4, BC=256)
+compile(swiglu.swiglu_rows_kernel, types, 8, 3, I=768, WEIGHTED=True, BR=16, BC=256)
+without = {name: kind for name, kind in types.items() if name != "weights"}
+compile(swiglu.swiglu_rows_kernel, without, 8, 3, weights=None, I=768, WEIGHTED=False, BR=16, BC=256)
+"""
 PIPELINED = """
 def check(compiled, stages):
     ir = compiled.asm["ttgir"]
@@ -94,6 +103,10 @@ def run(program: str, folder: Path) -> None:
 
 def test_weight_gradients_compile_with_and_without_slots(tmp_path: Path) -> None:
     run(COMPILE + WGRAD, tmp_path)
+
+
+def test_activations_compile_with_and_without_weights(tmp_path: Path) -> None:
+    run(COMPILE + SWIGLU, tmp_path)
 
 
 def test_k10_grouped_products_are_pipelined_by_the_copy_engine(tmp_path: Path) -> None:

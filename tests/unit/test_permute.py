@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.kernels.permute import combine, make_permutation, permute
+from equipoise.kernels.permute import combine, make_permutation, permute, weights_of_rows
 
 IDS = {
     "no tokens": torch.empty(0, 2, dtype=torch.int32),
@@ -44,6 +44,27 @@ def test_round_trip_equals_dense(ids: torch.Tensor, keep_tail: bool) -> None:
     torch.testing.assert_close(y.double(), y2, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(x.grad.double(), x2.grad, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(weights.grad.double(), w2.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS.keys())
+def test_weights_given_to_rows_are_those_of_combine(ids: torch.Tensor) -> None:
+    """Rows times their weights, combined without, against combine with them: values and every gradient."""
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(ids.shape[0], 6, generator=generator), torch.rand(ids.shape, generator=generator)
+    grad = torch.randn(ids.shape[0], 6, generator=generator)
+    found = []
+    for weighs_rows in (True, False):
+        x, weights = (tensor.detach().clone().requires_grad_() for tensor in (x, weights))
+        permutation = make_permutation(ids, 4)
+        rows = permute(x, permutation).tanh()
+        if weighs_rows:
+            y = combine(rows * weights_of_rows(weights, permutation)[:, None], None, permutation)
+        else:
+            y = combine(rows, weights, permutation)
+        y.backward(grad)
+        found.append((y.detach(), x.grad, weights.grad))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
 
 
 def test_rows_are_stable_in_token_order() -> None:

@@ -23,12 +23,15 @@ class Dispatched:
     handle: the dispatcher's own record of the exchange, to be given to `combine` once.
     make_rows: for experts that can choose where they write: memory for their outputs and for the gradient of their
         rows, which then need not be copied; None where it makes no difference.
+    weights_R: weights that the experts have to give their outputs, since `combine` adds them as they are; None where it
+        is `combine` that multiplies.
     """
 
     rows_RD: torch.Tensor
     counts_M: torch.Tensor
     handle: Any
     make_rows: RowMaker | None = None
+    weights_R: torch.Tensor | None = None
 
 
 class Exchange(NamedTuple):

@@ -184,6 +184,7 @@ def _dual_swiglu_forward(
     rows_RD: torch.Tensor,
     masters: torch.Tensor,
     slots: torch.Tensor | None,
+    weights_R: torch.Tensor | None,
     offsets_L1: torch.Tensor,
     expert_W: torch.Tensor,
     row_W: torch.Tensor,
@@ -192,7 +193,7 @@ def _dual_swiglu_forward(
     block_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
-    return _swiglu_forward(rows_RD, masters, slots, tiles, None)
+    return _swiglu_forward(rows_RD, masters, slots, tiles, None, weights_R)
 
 
 def _swiglu_forward(
@@ -201,6 +202,7 @@ def _swiglu_forward(
     slots: torch.Tensor | None,
     tiles: Tiles,
     wait_for_slots: Callable[[], None] | None,
+    weights_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from equipoise.kernels.grouped_launch_triton import (
         can_describe,
@@ -225,12 +227,12 @@ def _swiglu_forward(
         launch_gemm(rows_RD, masters, None, None, None, hidden, tiles, True, block, descriptors)
         wait_for_slots()
         launch_gemm(rows_RD, masters, slots, None, None, hidden, tiles, True, block, descriptors, masters_too=False)
-    launch_swiglu_rows(hidden, act, tiles.offsets_L1)
+    launch_swiglu_rows(hidden, act, tiles.offsets_L1, weights_R)
     return act, hidden
 
 
 @_dual_swiglu_forward.register_fake
-def _(rows_RD, masters, slots, offsets_L1, expert_W, row_W, num_2, order_L, block_rows):
+def _(rows_RD, masters, slots, weights_R, offsets_L1, expert_W, row_W, num_2, order_L, block_rows):
     R, inner = rows_RD.shape[0], masters.shape[1] // 2
     return rows_RD.new_empty(R, inner), rows_RD.new_empty(R, 2 * inner)
 
@@ -241,13 +243,14 @@ def _dual_swiglu_backward(
     masters: torch.Tensor,
     slots: torch.Tensor | None,
     hidden: torch.Tensor,
+    weights_R: torch.Tensor | None,
     offsets_L1: torch.Tensor,
     expert_W: torch.Tensor,
     row_W: torch.Tensor,
     num_2: torch.Tensor,
     order_L: torch.Tensor,
     block_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from equipoise.kernels.grouped_launch_triton import (
         can_describe,
         has_descriptors,
@@ -260,18 +263,21 @@ def _dual_swiglu_backward(
     grad_RD = grad_RD.contiguous()
     (R, D), inner = grad_RD.shape, masters.shape[2]
     grad_hidden, act = torch.empty_like(hidden), hidden.new_empty(R, inner)
+    grad_weights_R = hidden.new_zeros(0 if weights_R is None else R, dtype=torch.float32)
     if R == 0:
-        return grad_hidden, act
+        return grad_hidden, act, grad_weights_R
     descriptors = has_descriptors(grad_RD.device) and can_describe(grad_RD, masters, slots, act)
     block = _block("dgrad", grad_RD, D, inner, order_L.shape[0], descriptors)
     launch_gemm(grad_RD, masters, slots, None, None, act, tiles, False, block, descriptors)
-    launch_swiglu_rows_backward(hidden, act, grad_hidden, offsets_L1)
-    return grad_hidden, act
+    launch_swiglu_rows_backward(hidden, act, grad_hidden, offsets_L1, weights_R, grad_weights_R)
+    return grad_hidden, act, grad_weights_R
 
 
 @_dual_swiglu_backward.register_fake
-def _(grad_RD, masters, slots, hidden, offsets_L1, expert_W, row_W, num_2, order_L, block_rows):
-    return torch.empty_like(hidden), hidden.new_empty(hidden.shape[0], masters.shape[2])
+def _(grad_RD, masters, slots, hidden, weights_R, offsets_L1, expert_W, row_W, num_2, order_L, block_rows):
+    R, inner = hidden.shape[0], masters.shape[2]
+    grad_weights_R = hidden.new_empty(0 if weights_R is None else R, dtype=torch.float32)
+    return torch.empty_like(hidden), hidden.new_empty(R, inner), grad_weights_R
 
 
 def _made(make_rows: RowMaker, like_RC: torch.Tensor, width: int) -> torch.Tensor:
@@ -344,15 +350,17 @@ def dual_swiglu_forward(
     slots: torch.Tensor | None,
     tiles: Tiles,
     wait_for_slots: Callable[[], None] | None = None,
+    weights_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """silu(gate) * up [R, I], and gate and up [R, 2 * I] for the backward; weights [., 2 * I, D], gate rows first.
 
+    `weights_R`: FP32, the first result is multiplied by its row's.
     `wait_for_slots`: what has to be called before slots are read. The masters' product is then launched before it, the
     replicas' after it; same bits, and the end of one more launch, where multiprocessors run out of tiles.
     """
     if wait_for_slots is not None:
-        return _swiglu_forward(rows_RD, masters, slots, tiles, wait_for_slots)
-    return _dual_swiglu_forward(rows_RD, masters, slots, *_unpack(tiles))
+        return _swiglu_forward(rows_RD, masters, slots, tiles, wait_for_slots, weights_R)
+    return _dual_swiglu_forward(rows_RD, masters, slots, weights_R, *_unpack(tiles))
 
 
 def dual_swiglu_backward(
@@ -366,7 +374,20 @@ def dual_swiglu_backward(
         hidden: gate and up, from `dual_swiglu_forward`.
         tiles: the forward's.
     """
-    return _dual_swiglu_backward(grad_RD, masters, slots, hidden, *_unpack(tiles))
+    return _dual_swiglu_backward(grad_RD, masters, slots, hidden, None, *_unpack(tiles))[:2]
+
+
+def weighted_swiglu_backward(
+    grad_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    hidden: torch.Tensor,
+    weights_R: torch.Tensor,
+    tiles: Tiles,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same for rows with weights: gradient of `hidden`, the weighted activation, and the weights' gradient FP32 [R]
+    (0 for rows that belong to nobody)."""
+    return _dual_swiglu_backward(grad_RD, masters, slots, hidden, weights_R, *_unpack(tiles))
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -391,25 +412,29 @@ class _GroupedMLP(torch.autograd.Function):
     """Saves the rows and the first product's results; the activation is made again, the last product never needed."""
 
     @staticmethod
-    def forward(ctx, rows_RD, gate_up_EID, down_EDI, make_rows, *tables):
+    def forward(ctx, rows_RD, gate_up_EID, down_EDI, weights_R, make_rows, *tables):
         tiles = Tiles(*tables)
-        act_RI, hidden = dual_swiglu_forward(rows_RD, gate_up_EID, None, tiles)
+        act_RI, hidden = dual_swiglu_forward(rows_RD, gate_up_EID, None, tiles, weights_R=weights_R)
         ctx.block_rows, ctx.make_rows = tiles.block_rows, make_rows
-        ctx.save_for_backward(rows_RD, gate_up_EID, down_EDI, hidden, *tables[:-1])
+        ctx.save_for_backward(rows_RD, gate_up_EID, down_EDI, weights_R, hidden, *tables[:-1])
         return dual_forward(act_RI, down_EDI, None, tiles, make_rows=make_rows)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        rows_RD, gate_up_EID, down_EDI, hidden, *tables = ctx.saved_tensors
+        rows_RD, gate_up_EID, down_EDI, weights_R, hidden, *tables = ctx.saved_tensors
         tiles = _pack(tables, ctx.block_rows)
         want_rows, want_gate_up, want_down = ctx.needs_input_grad[:3]
-        grad_RD, E = grad_RD.contiguous(), down_EDI.shape[0]
-        grad_hidden, act_RI = dual_swiglu_backward(grad_RD, down_EDI, None, hidden, tiles)
+        grad_RD, E, grad_weights = grad_RD.contiguous(), down_EDI.shape[0], None
+        if weights_R is None:
+            grad_hidden, act_RI = dual_swiglu_backward(grad_RD, down_EDI, None, hidden, tiles)
+        else:
+            made = weighted_swiglu_backward(grad_RD, down_EDI, None, hidden, weights_R, tiles)
+            grad_hidden, act_RI, grad_weights = made
         grad_down = dual_wgrad(grad_RD, act_RI, tiles, E) if want_down else None
         del act_RI
         grad_gate_up = dual_wgrad(grad_hidden, rows_RD, tiles, E) if want_gate_up else None
         grad_rows = dual_dgrad(grad_hidden, gate_up_EID, None, tiles, ctx.make_rows) if want_rows else None
-        return grad_rows, grad_gate_up, grad_down, *[None] * 7
+        return grad_rows, grad_gate_up, grad_down, grad_weights, *[None] * 7
 
 
 def _tiles(rows: torch.Tensor, counts_E: torch.Tensor) -> Tiles:
@@ -427,8 +452,11 @@ def triton_grouped_mlp(
     down_EDI: torch.Tensor,
     counts_E: torch.Tensor,
     make_rows: RowMaker | None = None,
+    weights_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The Triton form of `plain_grouped_mlp`, with its contract; no host sync. Saves rows and gate and up. The output
     and the rows' gradient are written to what `make_rows` makes."""
     tables = _unpack(_tiles(rows_RD, counts_E))
-    return _GroupedMLP.apply(rows_RD, gate_up_EID.contiguous(), down_EDI.contiguous(), make_rows, *tables)
+    gate_up_EID, down_EDI = gate_up_EID.contiguous(), down_EDI.contiguous()
+    weights_R = None if weights_R is None else weights_R.float().contiguous()
+    return _GroupedMLP.apply(rows_RD, gate_up_EID, down_EDI, weights_R, make_rows, *tables)

@@ -14,7 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from equipoise.kernels.grouped_gemm_triton import dual_gemm_kernel
 from equipoise.kernels.grouped_wgrad_triton import SLOT_COLUMNS as _SLOT_COLUMNS
 from equipoise.kernels.grouped_wgrad_triton import dual_wgrad_kernel
-from equipoise.kernels.swiglu_triton import swiglu_rows_backward_kernel, swiglu_rows_kernel
+from equipoise.kernels.swiglu_triton import (
+    swiglu_rows_backward_kernel,
+    swiglu_rows_kernel,
+    weighted_swiglu_rows_backward_kernel,
+)
 from equipoise.kernels.tiles import Tiles, plain_tiles
 from equipoise.kernels.tuning import INTERPRETED, Block
 
@@ -152,18 +156,33 @@ def _rows_grid(hidden: torch.Tensor) -> tuple[int, int, int, int]:
     return -(-R // rows) * num_columns, num_columns, rows, columns
 
 
-def launch_swiglu_rows(hidden: torch.Tensor, act_RI: torch.Tensor, offsets_L1: torch.Tensor) -> None:
+def launch_swiglu_rows(
+    hidden: torch.Tensor, act_RI: torch.Tensor, offsets_L1: torch.Tensor, weights_R: torch.Tensor | None = None
+) -> None:
     programs, num_columns, rows, columns = _rows_grid(hidden)
     swiglu_rows_kernel[(programs,)](
-        hidden, act_RI, offsets_L1[-1:], num_columns, I=act_RI.shape[1], BR=rows, BC=columns, num_warps=8
-    )
+        hidden, act_RI, weights_R, offsets_L1[-1:], num_columns, I=act_RI.shape[1], WEIGHTED=weights_R is not None,
+        BR=rows, BC=columns, num_warps=8,
+    )  # fmt: skip
 
 
 def launch_swiglu_rows_backward(
-    hidden: torch.Tensor, act_RI: torch.Tensor, grad_hidden: torch.Tensor, offsets_L1: torch.Tensor
+    hidden: torch.Tensor,
+    act_RI: torch.Tensor,
+    grad_hidden: torch.Tensor,
+    offsets_L1: torch.Tensor,
+    weights_R: torch.Tensor | None = None,
+    grad_weights_R: torch.Tensor | None = None,
 ) -> None:
     """`act_RI` holds the activation's gradient and then the activation."""
     programs, num_columns, rows, columns = _rows_grid(hidden)
+    if weights_R is not None:
+        rows = max(rows // 4, 4)  # whole rows: as many programs as there are for parts of more of them
+        weighted_swiglu_rows_backward_kernel[(-(-hidden.shape[0] // rows),)](
+            hidden, act_RI, grad_hidden, weights_R, grad_weights_R, offsets_L1[-1:], I=act_RI.shape[1], BR=rows,
+            BC=columns, num_warps=4,
+        )  # fmt: skip
+        return
     swiglu_rows_backward_kernel[(programs,)](
         hidden, act_RI, grad_hidden, offsets_L1[-1:], num_columns, I=act_RI.shape[1], BR=rows, BC=columns, num_warps=8
     )

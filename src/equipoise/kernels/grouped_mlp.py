@@ -22,10 +22,15 @@ def plain_grouped_mlp(
     down_EDI: torch.Tensor,
     counts_E: torch.Tensor,
     grouped_linear: GroupedLinear = loop_grouped_linear,
+    weights_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Two grouped products with the activation between them, as separate steps of autograd."""
+    """Two grouped products with the activation between them, as separate steps of autograd. A row's weight multiplies
+    its activation, so that its output is weighted."""
     gate, up = grouped_linear(rows_RD, gate_up_EID, counts_E).chunk(2, dim=-1)
-    return grouped_linear(F.silu(gate) * up, down_EDI, counts_E)
+    act = F.silu(gate) * up
+    if weights_R is not None:
+        act = (act * weights_R[:, None]).to(act.dtype)
+    return grouped_linear(act, down_EDI, counts_E)
 
 
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -143,6 +148,7 @@ def grouped_mlp(
     counts_E: torch.Tensor,
     kernel: str = "auto",
     make_rows: RowMaker | None = None,
+    weights_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each expert's SwiGLU network applied to its rows, with the implementation that fits the device.
 
@@ -153,12 +159,13 @@ def grouped_mlp(
         counts_E: int64, rows of each expert.
         kernel: `auto`, `loop`, `grouped_mm` or `triton`; see `choose_grouped_linear`.
         make_rows: memory that the `triton` form writes its result and the rows' gradient to.
+        weights_R: a weight for each row's output, differentiable. `triton` needs no saved output for its gradient.
     """
     choice = choose_grouped_linear(rows_RD.device, rows_RD.dtype, kernel)
-    if choice.fn is loop_grouped_linear:
+    if choice.fn is loop_grouped_linear and weights_R is None:
         return loop_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E)
     if choice.name == "triton":
         from equipoise.kernels.grouped_gemm import triton_grouped_mlp
 
-        return triton_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E, make_rows)
-    return plain_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E, choice.fn)
+        return triton_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E, make_rows, weights_R)
+    return plain_grouped_mlp(rows_RD, gate_up_EID, down_EDI, counts_E, choice.fn, weights_R)

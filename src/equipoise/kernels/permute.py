@@ -113,7 +113,8 @@ class _Permute(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RD, weights_TK, slot_R, row_TK, valid_TK, dtype):
-        ctx.save_for_backward(rows_RD, weights_TK, slot_R, row_TK, valid_TK)
+        ctx.save_for_backward(None if weights_TK is None else rows_RD, weights_TK, slot_R, row_TK, valid_TK)
+        ctx.dtype = rows_RD.dtype
         return _gather_sum(rows_RD, row_TK, valid_TK, weights_TK).to(dtype)
 
     @staticmethod
@@ -122,12 +123,13 @@ class _Combine(torch.autograd.Function):
         num_slots = row_TK.shape[1]
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            weight_R = weights_TK.flatten().index_select(0, slot_R)
+            grad_R = grad_TD.index_select(0, slot_R // num_slots).float()
+            if weights_TK is not None:
+                grad_R *= weights_TK.flatten().index_select(0, slot_R)[:, None].float()
             if valid_TK is not None:
-                weight_R = weight_R.masked_fill(~valid_TK.flatten().index_select(0, slot_R), 0)
-            grad_R = grad_TD.index_select(0, slot_R // num_slots).float() * weight_R[:, None].float()
-            grad_rows = grad_R.to(rows_RD.dtype)
-        if ctx.needs_input_grad[1]:
+                grad_R = grad_R.masked_fill(~valid_TK.flatten().index_select(0, slot_R)[:, None], 0)
+            grad_rows = grad_R.to(ctx.dtype)
+        if weights_TK is not None and ctx.needs_input_grad[1]:
             grad_weights = torch.zeros_like(weights_TK)
             if rows_RD.shape[0]:
                 grad_float, row_TK = grad_TD.float(), row_TK.clamp(max=rows_RD.shape[0] - 1)
@@ -150,13 +152,32 @@ def permute(x_TD: torch.Tensor, permutation: Permutation, num_rows: int | None =
     return _Permute.apply(x_TD, token_R, permutation.row_TK, permutation.valid_TK)
 
 
+class _RowWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights_TK, slot_R, row_TK, valid_TK):
+        ctx.save_for_backward(row_TK, valid_TK)
+        return weights_TK.flatten().index_select(0, slot_R)
+
+    @staticmethod
+    def backward(ctx, grad_R):
+        row_TK, valid_TK = ctx.saved_tensors
+        grad_TK = grad_R.index_select(0, row_TK.flatten()).view(row_TK.shape)
+        return grad_TK if valid_TK is None else grad_TK.masked_fill(~valid_TK, 0), None, None, None
+
+
+def weights_of_rows(weights_TK: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+    """weights_R: each slot's weight, in the order of the rows that `permute` makes of all slots."""
+    return _RowWeights.apply(weights_TK, permutation.slot_R, permutation.row_TK, permutation.valid_TK)
+
+
 def combine(
     rows_RD: torch.Tensor,
-    weights_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
     permutation: Permutation,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """y_TD = sum over k of weights_TK times the slot's row, summed in FP32, as `dtype` (default: the rows')."""
+    """y_TD = sum over k of weights_TK (None: of 1) times the slot's row, summed in FP32, as `dtype` (default: the
+    rows')."""
     row_TK, valid_TK = permutation.row_TK, permutation.valid_TK
     if use_triton(rows_RD.device):
         from equipoise.kernels.permute_triton import gather_sum

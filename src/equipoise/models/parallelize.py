@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from equipoise.accelerator import accelerator_for
 from equipoise.balance_config import BalanceConfig
-from equipoise.dispatch import DispatcherName, build_dispatcher
+from equipoise.dispatch import DispatcherName, LocalDispatcher, build_dispatcher
 from equipoise.dispatch.config import DispatchConfig
 from equipoise.distributed.compute_copies import ComputeCopies
 from equipoise.distributed.mesh import Meshes
@@ -99,7 +99,7 @@ def build_parallel_model(
     Raises:
         ConfigError: the expert kernel asked for does not run here, or balancing cannot serve this model.
     """
-    choose_grouped_linear(device, compute_dtype, expert_kernel)  # probed before any layer needs it
+    kernel = choose_grouped_linear(device, compute_dtype, expert_kernel)  # probed before any layer needs it
     with torch.device("meta"):
         model = MoEForCausalLM(config, expert_kernel)
     sizes, std = meshes.sizes, config.initializer_range
@@ -143,6 +143,8 @@ def build_parallel_model(
             "num_buffers": chosen.num_buffers or kept + 1,  # and the exchange under way
         }
     shared_dispatcher = build_dispatcher(dispatcher, num_physical_experts, meshes.ep, space, **options)
+    if isinstance(shared_dispatcher, LocalDispatcher) and kernel.name == "triton" and balance is None:
+        shared_dispatcher = LocalDispatcher(num_physical_experts, weighs_rows=True)
     side = SideStream(accelerator_for(device)) if overlap_shared_experts and sizes.ep > 1 else SideStream()
     for index, layer in enumerate(model.model.layers):
         assert isinstance(layer, DecoderLayer)

@@ -31,8 +31,14 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
 
-    def forward(self, rows_RD: torch.Tensor, counts_M: torch.Tensor, make_rows: RowMaker | None = None) -> torch.Tensor:
-        """Outputs in row order, in the dispatcher's memory if it has some. Every expert takes part in the graph, so
-        idle experts get zero gradients, not None."""
+    def forward(
+        self,
+        rows_RD: torch.Tensor,
+        counts_M: torch.Tensor,
+        make_rows: RowMaker | None = None,
+        weights_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Outputs in row order, in the dispatcher's memory if it has some, times the rows' weights if there are. Every
+        expert takes part in the graph, so idle experts get zero gradients, not None."""
         gate_up, down = local_tensor(self.gate_up_proj), local_tensor(self.down_proj)
-        return grouped_mlp(rows_RD, gate_up, down, counts_M, self.kernel, make_rows)
+        return grouped_mlp(rows_RD, gate_up, down, counts_M, self.kernel, make_rows, weights_R)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.profiler import record_function
 
 from equipoise.dispatch.base import Dispatcher
-from equipoise.kernels.rows import RowMaker
 from equipoise.moe.beside import Beside, SideStream
 from equipoise.moe.experts import Experts
 from equipoise.moe.replay import LayerReplay
@@ -78,7 +77,7 @@ class MoELayer(nn.Module):
         with record_function("moe.router"), phase("router"):
             routing = self.gate(x_TD, None if valid_BS is None else valid_BS.flatten(), replay)
         ids_TK, exchange, step = routing.ids_TK, None, None
-        experts: Callable[[torch.Tensor, torch.Tensor, RowMaker | None], torch.Tensor] = self.experts
+        experts: Callable[..., torch.Tensor] = self.experts
         if self.balancing is not None:
             with phase("balance"):
                 step = self.balancing.route(routing, microbatch, entered)
@@ -93,7 +92,8 @@ class MoELayer(nn.Module):
             with record_function("moe.shared"):
                 shared_TD = self.shared_experts(forked_TD)
         with record_function("moe.experts"), phase("experts"):
-            rows_RD = experts(arrived.rows_RD, arrived.counts_M, arrived.make_rows)
+            weights = {} if arrived.weights_R is None else {"weights_R": arrived.weights_R}
+            rows_RD = experts(arrived.rows_RD, arrived.counts_M, arrived.make_rows, **weights)
         with record_function("moe.combine"), phase("combine"):
             y_TD = self.dispatcher.combine(rows_RD, arrived.handle)
         if self.observer is not None:
