@@ -100,8 +100,9 @@ def test_before_the_first_update_nothing_is_generated() -> None:
 
 
 def test_released_weights_give_their_memory_back_also_after_an_update() -> None:
-    """Nothing that an update keeps for the next one may hold on to them."""
-    model = trainer_model(TOY.model_copy(update={"vocab_size": 200_000}))
+    """Nothing that an update keeps for the next one may hold on to them. (The C library gives back freed memory for sure
+    where it came in pieces of more than 32 MB: the embedding and the head have 38 each.)"""
+    model = trainer_model(TOY.model_copy(update={"vocab_size": 300_000}))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     with serving(model.config) as server, updater("colocated", model, server, bucket_bytes=10**8) as update:
         client = client_of(server)
