@@ -100,7 +100,7 @@ def test_before_the_first_update_nothing_is_generated() -> None:
 
 
 def test_released_weights_give_their_memory_back_also_after_an_update() -> None:
-    """Nothing that an update keeps for the next one may hold on to them. (The C library gives back freed memory for sure
+    """Nothing that an update keeps for the next one may hold on to them. (The C library returns freed memory for sure
     where it came in pieces of more than 32 MB: the embedding and the head have 38 each.)"""
     model = trainer_model(TOY.model_copy(update={"vocab_size": 300_000}))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
