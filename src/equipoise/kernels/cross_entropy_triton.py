@@ -48,8 +48,9 @@ def _loss_kernel(logits_ptr, labels_ptr, loss_ptr, V, IGNORED: tl.constexpr, BLO
     tl.store(loss_ptr + row, tl.where(is_valid, tl.log(total_of_row) + (top - at_label), 0.0))
     scale = tl.where(is_valid, 1.0 / total_of_row, 0.0)
     tl.debug_barrier()  # the label's logit has been read by all before anybody replaces it
+    last = (tl.cdiv(V, BLOCK) - 1) * BLOCK
     for start in range(0, V, BLOCK):
-        column = start + lane
+        column = last - start + lane  # from the end, which is in the cache still
         value = tl.load(logits + column, mask=column < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gradient = tl.exp(value - top) * scale
         gradient = tl.where((column == label) & is_valid, gradient - 1.0, gradient)
