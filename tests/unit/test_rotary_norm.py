@@ -64,3 +64,16 @@ def test_operators_are_registered_whole() -> None:
         _rotary_norm, (arguments[0].requires_grad_(), arguments[1].requires_grad_(), *arguments[2:], EPS)
     )
     torch.library.opcheck(_rotary_norm_backward, (grad, *(value.detach() for value in arguments), EPS))
+
+
+def test_compiled_whole() -> None:
+    """As in a compiled layer: one graph, and the same gradients."""
+    arguments = inputs((1, 3, 2, 16), torch.float32, False)
+    grad = torch.randn(1, 3, 2, 16, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+
+    def function(x, weight, cos, sin, eps):
+        return _rotary_norm(x * 2, weight, cos, sin, eps).transpose(1, 2).transpose(1, 2) * 3
+
+    compiled = torch.compile(function, fullgraph=True, backend="inductor" if DEVICE.type == "cuda" else "aot_eager")
+    for got, want in zip(results(compiled, arguments, grad), results(function, arguments, grad)):
+        torch.testing.assert_close(got, want)
