@@ -251,7 +251,7 @@ def start(variant: str, options: argparse.Namespace) -> dict | str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=16, help=f"sequences of {LENGTH} tokens in a step")
     parser.add_argument("--micro", type=int, default=16, help="sequences of a microbatch of ours")
     parser.add_argument("--transformers-micro", type=int, default=16, help="sequences of a microbatch of transformers")

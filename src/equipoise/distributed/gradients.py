@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from equipoise.distributed.local import local_part
+from equipoise.kernels.triton_support import use_triton
 
 
 @torch.no_grad()
@@ -23,6 +24,11 @@ def global_grad_norm(parameters: list[torch.nn.Parameter], shard_group: dist.Pro
         raise ValueError(f"{missing} parameters have no gradient: some part of the model was left out of the graph")
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
+    if gradients and use_triton(gradients[0].device) and all(g.is_contiguous() for g in gradients):
+        from equipoise.kernels.elementwise_triton import sum_of_squares
+
+        total += sum_of_squares(gradients)
+        gradients = []
     for dtype in sorted({g.dtype for g in gradients}, key=str):  # one launch takes one dtype
         same = [g for g in gradients if g.numel() and g.dtype == dtype]
         if same:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from equipoise.kernels.rotary_norm import rotary_norm
 from equipoise.models.config import ModelConfig
 from equipoise.models.rotary import rotate
 
@@ -114,6 +115,14 @@ def _compiled_flex_attention() -> Any:
     return _flex
 
 
+def _normed_and_rotated(
+    x_BSNH: torch.Tensor, norm: nn.RMSNorm, rotary: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Queries or keys as attention takes them: [B, N, S, H]."""
+    assert norm.eps is not None
+    return rotary_norm(x_BSNH, norm.weight, *rotary, norm.eps).transpose(1, 2)
+
+
 class GroupedQueryAttention(nn.Module):
     """Heads that share keys and values, with query/key norm; parameter names are those of transformers' Qwen3-MoE."""
 
@@ -132,10 +141,10 @@ class GroupedQueryAttention(nn.Module):
         self, x_BSD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], mask: AttentionMask
     ) -> torch.Tensor:
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(x_BSD).view(heads)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x_BSD).view(heads)).transpose(1, 2)
+        q = _normed_and_rotated(self.q_proj(x_BSD).view(heads), self.q_norm, rotary)
+        k = _normed_and_rotated(self.k_proj(x_BSD).view(heads), self.k_norm, rotary)
         v = self.v_proj(x_BSD).view(heads).transpose(1, 2)
-        out_BNSH = attend(rotate(q, *rotary), rotate(k, *rotary), v, mask)
+        out_BNSH = attend(q, k, v, mask)
         return self.o_proj(out_BNSH.transpose(1, 2).flatten(2))
 
 

@@ -120,6 +120,10 @@ def _add_product(out: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> 
 
 def _scaled(value: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The FP32 product, rounded to `dtype`, in one pass over memory."""
+    if use_triton(value.device):
+        from equipoise.kernels.elementwise_triton import scaled
+
+        return scaled(value, factor, dtype)
     return torch.mul(value, factor, out=torch.empty_like(value, dtype=dtype))
 
 
