@@ -31,17 +31,11 @@ class BalanceConfig(Config):
     """How weights and gradients of replicas move: by messages of the process group, for which the host waits for the
     load, or by kernels in memory that the ranks share, for which it never waits. auto is symmetric with the dispatcher
     symmetric, else collective: whole training runs have been measured with messages only. In an EP group of several
-    domains (parallel.domain_size) symmetric needs a domain_size that keeps replicas within them."""
+    domains (parallel.domain_size) replicas within them go through memory, the others as messages."""
 
     def uses_space(self, dispatcher: str, ep_size: int, domain: int) -> bool:
         """Whether weights and gradients of replicas go through symmetric memory, where there is some: of the whole EP
-        group, or of its domains of `domain` ranks."""
+        group, by plans of the device, or of its domains of `domain` ranks, by plans of the host."""
         if self.transport != "auto":
             return self.transport == "symmetric"
-        if dispatcher not in ("auto", "symmetric"):
-            return False
-        return self.planner == "exact_load" if domain == ep_size else self.stays_within(domain)
-
-    def stays_within(self, domain: int) -> bool:
-        """Whether no replica leaves domains of `domain` ranks."""
-        return self.domain_size > 0 and domain % self.domain_size == 0
+        return dispatcher in ("auto", "symmetric") and (self.planner == "exact_load" or domain < ep_size)

@@ -99,8 +99,10 @@ def compare() -> dict[str, list[str]]:
             if meshes is of_one:
                 theirs = train(world, of_all, False, options | {"dispatcher": "all_to_all"})
                 found[f"{name}, against all_to_all"] = [
-                    name for name in theirs if relative(in_order[name].float(), theirs[name].float()) > 3e-2
-                ]
+                    name
+                    for name in theirs
+                    if name.endswith("step 0") and relative(in_order[name].float(), theirs[name].float()) > 3e-2
+                ]  # not later: rounding changes the first step of the optimizer, and that the routing
             print(name, {k: len(v) for k, v in found.items() if k.startswith(name)}, flush=True)
     return found
 

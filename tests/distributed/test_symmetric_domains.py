@@ -12,15 +12,14 @@ from distributed.parity import Case, differences, relative, toy_model, train_in_
 from distributed.rig import Outcomes, run_scenarios
 from distributed.test_dispatch import ROUTINGS
 from distributed.test_symmetric import run_dispatcher
-from equipoise.balance import BalanceConfig, Balancer
-from equipoise.balance.replicas import Copies
-from equipoise.balance.transport.domain import DomainTransport
+from equipoise.balance import BalanceConfig, Placement
+from equipoise.balance.replicas import Copies, replicas_of
+from equipoise.balance.transport.domain import DomainBuffers, DomainTransport
 from equipoise.dispatch import build_dispatcher
 from equipoise.dispatch.domains import DomainDispatcher
 from equipoise.distributed.mesh import Meshes, ParallelConfig
 from equipoise.distributed.parking import park, unpark
 from equipoise.distributed.world import World
-from equipoise.errors import ConfigError, PlanError
 from equipoise.kernels.triton_support import triton_problem
 from equipoise.symmetric.space import SymmetricSpace
 
@@ -77,21 +76,64 @@ def training(world: World, meshes: Meshes) -> dict[str, dict[str, Any]]:
     return found
 
 
-def what_cannot_be(world: World, meshes: Meshes) -> list[str]:
-    """Of a balancer, by settings: the error, or its transport; then the error of a plan with a replica elsewhere."""
-    space, messages = domain_space(meshes), []
-    for config in (BALANCES["replicas anywhere"], BALANCES["replicas within domains"]):
-        try:
-            balancer = Balancer(meshes.ep_group, E, {"w": (2, 2)}, torch.float32, config, space=space)
-            messages.append(type(balancer.transport).__name__)
-        except ConfigError as error:
-            messages.append(str(error))
-    slot_expert = torch.tensor([-1, 5, -1, 2], dtype=torch.int32)  # of rank 3, whose domain has experts 8 to 15
-    try:
-        balancer.transport.push_weights("w", Copies(slot_expert, ()), torch.zeros(4, 2, 2), "weights")
-    except PlanError as error:
-        messages.append(str(error))
-    return messages
+NO = -1
+PLANS = {"near and far": [5, 9, 0, NO, 13, 1, 5, 8], "far": [NO, 9, NO, NO, NO, 1, 5, NO], "none here": [5] + 7 * [NO]}
+"""Experts by slot, two slots for each rank. Experts 0 to 7 are at home in the first domain."""
+
+
+def transfers(world: World, meshes: Meshes) -> list[str]:
+    """Weights in slots and sums of gradients that are not the right bits, over plans one after the other."""
+    M, R, shapes, wrong = E // 4, 2, {"matrix": (5, 7), "bias": (3,)}, []
+    make = lambda seed, *sizes: torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    space = domain_space(meshes)
+    for dtype, stacked in ((torch.float32, True), (torch.float16, False)):
+        buffers = DomainBuffers(shapes, R, dtype, space, reduction_rows=1)
+        transport = DomainTransport(space, meshes.ep, buffers, M, world.rank // 2 * 2)
+        for name in shapes:
+            transport.prepare(name, CPU, True)
+        for plan, slots in PLANS.items():
+            placement = Placement(torch.tensor(slots, dtype=torch.int32), torch.zeros(4 * (M + R)).int(), 4, E)
+            replicas = replicas_of(placement)
+            copies = Copies(placement.slot_expert, replicas)
+            for name, shape in shapes.items():
+                weights = make(1, E, *shape).to(dtype)
+                masters = weights[world.rank * M : (world.rank + 1) * M].clone()
+                transport.push_weights(name, copies, masters if stacked else list(masters), "weights").wait()
+                slot_gradients = {r.physical: make(100 + r.physical, *shape) for r in replicas}
+                for r in replicas:
+                    if r.host == world.rank:
+                        if not torch.equal(buffers.weights(name)[r.slot], weights[r.home * M + r.local]):
+                            wrong.append(f"{plan} {name} {dtype}: weights of replica {r}")
+                        buffers.gradients(name)[r.slot].copy_(slot_gradients[r.physical])
+                gradients = make(7, M, *shape).to(dtype)
+                want = gradients.clone()
+                for is_far in (False, True):  # of a domain first; rounded once for either kind
+                    sums = want.float()
+                    for r in replicas:
+                        if r.home == world.rank and (r.host // 2 != r.home // 2) == is_far:
+                            sums[r.local] += slot_gradients[r.physical]
+                    want = sums.to(dtype)
+                parts = [gradients] if stacked else [g.clone() for g in gradients]
+                pull = transport.pull_gradients(name, copies, parts, "gradients")
+                if plan == "near and far":
+                    pull.force()
+                rounded: dict[int, torch.Tensor] = {}
+                rows = list(parts[0]) if stacked else parts
+                pull.finish(lambda local, g, rounded=rounded, rows=rows: add(rounded, rows, local, g))
+                for local, total in rounded.items():
+                    rows[local].copy_(total)
+                if not torch.equal(torch.stack(rows), want):
+                    wrong.append(f"{plan} {name} {dtype}: gradients")
+                buffers.gradients(name).fill_(float("nan"))  # all have read them
+                dist.barrier(meshes.ep_group)
+    return wrong
+
+
+def add(rounded: dict[int, torch.Tensor], rows: list[torch.Tensor], local: int, gradient: torch.Tensor) -> None:
+    """As a step adds, after all that the transport has added itself."""
+    if local not in rounded:
+        rounded[local] = rows[local].float()
+    rounded[local] += gradient
 
 
 def parked(world: World, meshes: Meshes) -> tuple[list[int], list[int], bool]:
@@ -107,7 +149,7 @@ def parked(world: World, meshes: Meshes) -> tuple[list[int], list[int], bool]:
 
 @pytest.fixture(scope="module")
 def four() -> Outcomes:
-    return Outcomes(run_scenarios, 4, [rows_and_sums, what_cannot_be, parked], PARALLEL, E)
+    return Outcomes(run_scenarios, 4, [rows_and_sums, transfers, parked], PARALLEL, E)
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +173,8 @@ def test_training_is_that_of_one_process(trained: Outcomes, balance: str) -> Non
         assert (rank[balance]["copies"] > 0) == (balance != "off")
 
 
-def test_replicas_that_may_leave_a_domain_are_refused(four: Outcomes) -> None:
-    for refused, used, elsewhere in four.of(what_cannot_be):
-        assert "domain_size of the balance settings is 0, expected a divisor of 2" in refused
-        assert used == DomainTransport.__name__
-        assert "replicas outside of their experts' domains of 2 ranks" in elsewhere
+def test_weights_and_gradients_go_by_memory_or_as_messages(four: Outcomes) -> None:
+    assert four.of(transfers) == [[]] * 4
 
 
 def test_domains_come_back_after_parking(four: Outcomes) -> None:

@@ -33,7 +33,7 @@ from equipoise.balance.splits import complete_plan
 from equipoise.balance.step import Entered, SortedSlots, Step, enter_masters
 from equipoise.balance.transport.base import GradientPull, Pending, Transport
 from equipoise.balance.transport.collective import CollectiveTransport
-from equipoise.balance.transport.domain import DomainTransport
+from equipoise.balance.transport.domain import DomainBuffers, DomainTransport
 from equipoise.balance.transport.symmetric import SymmetricBuffers, SymmetricTransport
 from equipoise.balance.unseen import unseen
 from equipoise.distributed.collectives import Group, live_group
@@ -133,8 +133,8 @@ class Balancer:
             lets them overlap with the dispatcher. Default: `ep_group`.
         space: symmetric memory of the EP group. Plans are then made on the device and weights and gradients of replicas
             move without the host: no call waits for the device. Otherwise by messages of the group. The symmetric
-            memory of a domain, consecutive ranks of the group, moves them too, by plans of the host; replicas have to
-            stay within domains (`config.domain_size`).
+            memory of a domain, consecutive ranks of the group, is used for replicas whose experts are at home there, by
+            plans of the host.
 
     Buffers are allocated when the first replica needs them. They hold `num_redundant_experts_per_rank` experts' weights
     and FP32 gradients and `reduction_rows` FP32 gradients for the group, however many layers there are.
@@ -173,15 +173,10 @@ class Balancer:
             self.buffers = ReplicaBuffers(weights, self.num_slots, dtype, self.config.reduction_rows)
             self.transport = CollectiveTransport(transport_group or ep_group, self.buffers)
         elif space.num_ranks < self.num_ranks:
-            if not self.config.domain_size or space.num_ranks % self.config.domain_size:
-                raise ConfigError(
-                    f"symmetric memory of domains of {space.num_ranks} ranks cannot hold replicas that leave them: "
-                    f"domain_size of the balance settings is {self.config.domain_size}, expected a divisor of "
-                    f"{space.num_ranks}"
-                )
-            self.buffers = SymmetricBuffers(weights, self.num_slots, dtype, space)
-            first_rank = self.rank - space.rank
-            self.transport = DomainTransport(space, self.buffers, self.num_masters, first_rank)
+            self.buffers = DomainBuffers(weights, self.num_slots, dtype, space, self.config.reduction_rows)
+            self.transport = DomainTransport(
+                space, transport_group or ep_group, self.buffers, self.num_masters, self.rank - space.rank
+            )
         else:
             if self.config.planner != "exact_load":
                 raise ConfigError(

@@ -68,10 +68,6 @@ class SortedSlots(NamedTuple):
     before_J: torch.Tensor
 
 
-def _nothing_to_add(local: int, gradient: torch.Tensor) -> None:
-    raise AssertionError("the transport has added the gradients itself")
-
-
 @dataclass(frozen=True)
 class Entered:
     """A rank's masters of one weight name on their way through a layer; see `Balancer.enter`."""
@@ -319,14 +315,12 @@ class Step:
         pull = self._pulls.pop(name, None)
         if pull is None:
             return tuple(grads)
-        if pull.added_to is not None:
-            pull.finish(_nothing_to_add)
-            if [g.data_ptr() for g in grads] != [g.data_ptr() for g in pull.added_to]:
-                raise RuntimeError(
-                    f"{self.where}: the gradient of {name!r} was copied on its way to the masters, without what "
-                    "replicas add to it. Use each attached weight in one product of a step, without hooks on it"
-                )
-            return tuple(grads)
+        if pull.added_to is not None and [g.data_ptr() for g in grads] != [g.data_ptr() for g in pull.added_to]:
+            pull.force()
+            raise RuntimeError(
+                f"{self.where}: the gradient of {name!r} was copied on its way to the masters, without what "
+                "replicas add to it. Use each attached weight in one product of a step, without hooks on it"
+            )
         grads = [g.contiguous() for g in grads]
         rows = as_masters(grads, self._num_dims(name))
         rounded: dict[int, torch.Tensor] = {}

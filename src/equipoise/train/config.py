@@ -177,12 +177,6 @@ def _check_balance(balance: BalanceConfig, axes: AxisSizes) -> None:
             f"balance.domain_size is {balance.domain_size}, which does not divide parallel.ep_size {axes.ep}: choose "
             f"one of {[d for d in range(1, axes.ep + 1) if axes.ep % d == 0]}, or 0 for no limit"
         )
-    if balance.transport == "symmetric" and axes.domain < axes.ep and not balance.stays_within(axes.domain):
-        raise ConfigError(
-            f"balance.transport is 'symmetric' in an EP group of {axes.ep} ranks whose domains have {axes.domain} "
-            f"(parallel.domain_size), but balance.domain_size is {balance.domain_size}, so replicas may leave them: "
-            f"choose one of {[d for d in range(1, axes.domain + 1) if axes.domain % d == 0]}, or transport collective"
-        )
     from equipoise.balance.registry import planner_maker  # the package is imported only when balancing is on
 
     try:

@@ -33,7 +33,8 @@ class GradientPull(Protocol):
     """Gradients of replicas on their way home."""
 
     added_to: Sequence[torch.Tensor] | None
-    """The masters' gradients, if the transport adds to them; they are right after `finish`, which then adds nothing."""
+    """The masters' gradients, if the transport adds to them; they are right after `finish`, which then
+    adds only what has come in another way."""
 
     def finish(self, add: Callable[[int, torch.Tensor], None]) -> None:
         """Waits, and calls `add(local, gradient)` for each replica of this rank's masters in order of physical id.
