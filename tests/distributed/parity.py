@@ -1,8 +1,9 @@
 """A toy model trained twice: by plain PyTorch in one process, and by the parallel trainer. Used by parity tests."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from equipoise.train.timing import PhaseTimer
 VOCAB = 61
 OPTIMIZER = OptimizerConfig(lr=1e-3, max_grad_norm=0.5)
 SEED = 7
+STEPS = 2  # of comparisons: the second has gradients of updated weights, and updates with moments
 
 
 def toy_model(**changes) -> ModelConfig:
@@ -211,14 +213,25 @@ def differences(a: Trained, b: Trained) -> dict[str, float]:
     return found
 
 
+@lru_cache
+def _reference(case: Case, world_size: int) -> Trained:
+    return train_plainly(case, world_size, STEPS)
+
+
+def reference_of(case: Case, world_size: int) -> Trained:
+    """Of several cases that are the same training in one process, the first trains it."""
+    alone = replace(case, ep=1, replicate=1, dispatcher="auto", recompute="none", balance=None, limit=0.0)
+    return _reference(alone, world_size)
+
+
 def compare_on_this_rank(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     """Runs every case on the ranks of the world; for `run_ranks`. Returns what differs by more than the limit."""
     results = []
     store = shared_store()
     for case in cases:
         with join_world(get_accelerator(), timeout_s=60, store=store) as world:
-            trained = train_in_parallel(case, world)
-            reference = train_plainly(case, world.size)
+            trained = train_in_parallel(case, world, STEPS)
+            reference = reference_of(case, world.size)
         found = {k: v for k, v in differences(trained, reference).items() if not v <= case.limit}
         if case.balance is not None and not trained.copies:
             found["replicas"] = 0.0  # nothing was balanced: the case shows nothing
