@@ -19,6 +19,7 @@ from equipoise.balance.replicas import Copies
 from equipoise.balance.transport.symmetric import SymmetricBuffers, SymmetricTransport
 from equipoise.dispatch import Dispatcher, SymmetricDispatcher, build_dispatcher
 from equipoise.dispatch.base import DeviceExchange, Exchange
+from equipoise.dispatch.symmetric import FEW_BYTES
 from equipoise.distributed import join_world
 from equipoise.errors import RankFailure
 from equipoise.kernels.grouped_mlp import grouped_mlp
@@ -50,7 +51,9 @@ class Ranks:
         self.collective = Balancer(self.group, E, SHAPES, dtype, config)
         physical = self.symmetric.num_physical_experts
         self.dispatchers: dict[str, Dispatcher] = {
-            "symmetric": SymmetricDispatcher(physical, self.space, 0, max_tokens=T),
+            "symmetric": SymmetricDispatcher(
+                *(physical, self.space, 0), max_tokens=T, few_bytes=0 if dtype == torch.float32 else FEW_BYTES
+            ),
             "collective": build_dispatcher("all_to_all", physical, self.group),
             "off": build_dispatcher("all_to_all", E, self.group),
         }
