@@ -100,9 +100,14 @@ def dispatch_as_all_to_all(world: World, meshes: Meshes) -> dict[str, list[str]]
     space, experts = make_space(meshes), 16
     reference = build_dispatcher("all_to_all", experts, meshes.ep_group)
     found = {}
-    for dtype, routings in ((torch.float32, AWKWARD), (torch.float16, AWKWARD[-1:])):
+    once, everywhere = 0, 2**20  # a token to each rank, or to each of its places
+    for dtype, few_bytes, routings in (
+        (torch.float32, once, AWKWARD),
+        (torch.float16, once, AWKWARD[-1:]),
+        (torch.float32, everywhere, AWKWARD[::3]),
+    ):
         # Any routing fits. The largest number of tokens is known beforehand, the first routing is not the largest.
-        dispatcher = SymmetricDispatcher(experts, space, 0, max_tokens=8)
+        dispatcher = SymmetricDispatcher(experts, space, 0, max_tokens=8, few_bytes=few_bytes)
         for name in routings:
             by_rank = ROUTINGS[name]
             want = run_dispatcher(reference, by_rank, world.rank, dtype)
@@ -115,7 +120,7 @@ def dispatch_as_all_to_all(world: World, meshes: Meshes) -> dict[str, list[str]]
                     differing.append("y")
                 if not torch.allclose(got["weights"], want["weights"], rtol=1e-5, atol=1e-5):
                     differing.append("weights")
-                found[f"{name} {dtype} {writes_into}"] = differing
+                found[f"{name} {dtype} {few_bytes} {writes_into}"] = differing
         gc.collect()  # the interpreter has cycles of references to what it was given
         memory = dispatcher._memory
         assert memory is not None
@@ -331,7 +336,7 @@ def as_collective(world: World, meshes: Meshes) -> float:
     space, group = make_space(meshes), meshes.ep_group
     assert group is not None
     balancers = make_balancer(group, 2), symmetric_balancer(space, meshes, 2)
-    symmetric = SymmetricDispatcher(balancers[1].num_physical_experts, space, 0, max_tokens=16)
+    symmetric = SymmetricDispatcher(balancers[1].num_physical_experts, space, 0, max_tokens=16, few_bytes=0)
     results = []
     for balancer, dispatcher in zip(balancers, (None, symmetric)):
         options: dict[str, Any] = {} if dispatcher is None else {"dispatchers": {True: dispatcher}}
@@ -430,7 +435,7 @@ def test_rows_plans_and_transfers_of_four_ranks(four: Outcomes) -> None:
 
 def check_rows(ranks: Outcomes) -> None:
     for found in ranks.of(dispatch_as_all_to_all):
-        assert len(found) == 8
+        assert len(found) == 11
         assert {name: differing for name, differing in found.items() if differing} == {}
 
 

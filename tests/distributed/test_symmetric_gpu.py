@@ -31,6 +31,7 @@ from distributed.parity import relative
 from equipoise.accelerator import get_accelerator
 from equipoise.balance import BalanceConfig, Balancer
 from equipoise.dispatch import SymmetricDispatcher, build_dispatcher
+from equipoise.dispatch.symmetric import FEW_BYTES
 from equipoise.distributed import join_world
 from equipoise.symmetric.space import SymmetricSpace
 
@@ -54,7 +55,8 @@ class Ranks:
         collective = Balancer(self.group, E, SHAPES, dtype, config)
         physical = symmetric.num_physical_experts
         kernel = "loop" if dtype == torch.float32 else "auto"
-        in_memory = SymmetricDispatcher(physical, self.space, 0, max_tokens=T)
+        few = 0 if dtype == torch.float32 else FEW_BYTES
+        in_memory = SymmetricDispatcher(physical, self.space, 0, max_tokens=T, few_bytes=few)
         self.layers: dict[str, Layer] = {
             "symmetric": balanced(in_memory, symmetric, kernel),
             "collective": balanced(build_dispatcher("all_to_all", physical, self.group), collective, kernel),

@@ -55,7 +55,7 @@ for integers in ("*i32", "*i64"):
     types = piece | layout | {"x_ptr": "*bf16", "send_ptr": integers, "ids_ptr": integers, "row_ptr": "*i32",
                               "quota_ptr": "*i32", "before_ptr": "*i32", "num_tokens": "i32", "capacity": "i32",
                               "record_offset": "i64"}
-    fixed = own | two | words | dict(J=36, J_PAD=64, L_PAD=32, BLOCK_T=32, WORD_BYTES=8, ALIGNED=True)
+    fixed = own | two | words | dict(SENDS_ALL=False, J=36, J_PAD=64, L_PAD=32, BLOCK_T=32, WORD_BYTES=8, ALIGNED=True)
     ptx = compile(rows.send_rows_kernel, types, **fixed)
     assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx
     types = group | {"tables_ptr": "*i64", "counts_ptr": integers, "quota_ptr": "*i32", "before_ptr": "*i32"}

@@ -44,6 +44,9 @@ from equipoise.symmetric.leased import LeasedMemory, Part
 from equipoise.symmetric.space import SymmetricSpace
 
 logger = logging.getLogger(__name__)
+FEW_BYTES = 2**25
+"""Rows of the largest dispatch up to which every token is sent to all of its places: the link then takes less time for
+the copies than the host for launching the kernel that would make them."""
 UNDER_WAY = 2
 """Pieces that an exchange takes for a moment: for rows that arrive, and for what experts write."""
 
@@ -89,6 +92,7 @@ class SymmetricDispatcher:
         capacity_factor: rows that a rank can receive, over the T * K of the largest rank. 0: enough for any routing.
         max_tokens: largest T that will come; 0 takes that of the first dispatch, over all ranks.
         num_buffers: one more than the forwards whose arrived rows are kept at once. There is one piece of memory more.
+        few_bytes: see `FEW_BYTES`; the same on every rank.
     """
 
     def __init__(
@@ -98,11 +102,12 @@ class SymmetricDispatcher:
         capacity_factor: float = 1.25,
         max_tokens: int = 0,
         num_buffers: int = 5,
+        few_bytes: int = FEW_BYTES,
     ) -> None:
         self.space, self.num_experts, self.num_ranks = space, num_experts, space.num_ranks
         self.num_local_experts = num_experts // space.num_ranks
         self.capacity_factor, self.max_tokens, self.num_buffers = capacity_factor, max_tokens, num_buffers
-        self.launch = row_launch(space.device)
+        self.few_bytes, self.launch = few_bytes, row_launch(space.device)
         names = ("count exchange", "dispatch", "combine", "backward of combine", "backward of dispatch")
         self._counts, self._dispatch, self._combine, self._combine_backward, self._dispatch_backward = map(
             space.channel, names
@@ -147,10 +152,17 @@ class SymmetricDispatcher:
             memory = self._memory = _Memory(pieces, capacity, slots, width, item_bytes)
             self._records = Part(memory.record_offset, (capacity,), torch.int32)
             self._weights = Part(memory.weight_offset, (capacity,), torch.float32)
-            offsets = memory.record_offset, memory.weight_offset
+            sends_all = slots * width * item_bytes <= self.few_bytes
             for channel in (self._dispatch, self._combine, self._combine_backward, self._dispatch_backward):
                 self._exchanges[channel] = Exchange(
-                    self.space.signals, channel, self.launch, pieces.memory.pointers_P, pieces.piece_bytes, *offsets
+                    self.space.signals,
+                    channel,
+                    self.launch,
+                    pieces.memory.pointers_P,
+                    pieces.piece_bytes,
+                    memory.record_offset,
+                    memory.weight_offset,
+                    sends_all,
                 )
         if num_tokens * num_slots > memory.num_slots or width != memory.width or item_bytes > memory.item_bytes:
             self.space.abandon()
@@ -239,8 +251,10 @@ class SymmetricDispatcher:
         number, is_copied = self._find_piece(is_kept=True)
         rows = memory.pieces.lend(number, memory.rows(x_TD.dtype))
         record_C = memory.pieces.lend(number, self._records)
-        layout = send_rows(self._exchanges[self._dispatch], number, x_TD, places, memory.capacity)
-        spread_rows(rows, record_C, layout, places.ids_TK.shape[1], self.launch)
+        exchange = self._exchanges[self._dispatch]
+        layout = send_rows(exchange, number, x_TD, places, memory.capacity)
+        if not exchange.sends_all:
+            spread_rows(rows, record_C, layout, places.ids_TK.shape[1], self.launch)
         return (rows.clone(), record_C.clone(), layout) if is_copied else (rows, record_C, layout)
 
     def collect(
@@ -276,10 +290,11 @@ class SymmetricDispatcher:
         assert memory is not None
         number, _ = self._find_piece(is_kept=False)
         rows = memory.pieces.lend(number, memory.rows(grad_TD.dtype))
-        weights_C = memory.pieces.lend(number, self._weights)
         exchange = self._exchanges[self._combine_backward]
         grad_weights = send_gradients(exchange, number, grad_TD, rows_SD, weights_TK, layout)
-        spread_rows(rows, record_C, layout, weights_TK.shape[1], self.launch, weights_C)
+        if not exchange.sends_all:
+            weights_C = memory.pieces.lend(number, self._weights)
+            spread_rows(rows, record_C, layout, weights_TK.shape[1], self.launch, weights_C)
         return rows, grad_weights
 
 

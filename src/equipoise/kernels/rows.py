@@ -44,7 +44,8 @@ class Exchange:
     """One operation of all ranks in pieces of memory for rows, which peers reach.
 
     addresses_P: where every rank's pieces begin. num_bytes: of one. record_offset, weight_offset: where in it the rows'
-    records (int32 [C]) and weights (float32 [C]) are.
+    records (int32 [C]) and weights (float32 [C]) are. sends_all: tokens go to all of their places, and `spread_rows`
+    has nothing to do; the same for all exchanges of one layout, on every rank.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Exchange:
         num_bytes: int,
         record_offset: int,
         weight_offset: int,
+        sends_all: bool,
     ) -> None:
         self.num_ranks, self.grid = signals.num_ranks, grid
-        self.record_offset, self.weight_offset = record_offset, weight_offset
+        self.record_offset, self.weight_offset, self.sends_all = record_offset, weight_offset, sends_all
         self._bound = signals.control, signals.pads_P, channel, signals.rank, addresses_P, num_bytes
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
 
@@ -68,7 +70,7 @@ class Exchange:
         known = self._launchers.get(form)
         if known is None:
             kernel, constants = make(*form)
-            sizes = {"P": self.num_ranks, "P_PAD": padded(self.num_ranks)}
+            sizes: dict[str, Any] = {"P": self.num_ranks, "P_PAD": padded(self.num_ranks)}
             known = self._launchers[form] = Launcher(kernel, self.grid.warps, self._bound, **constants, **sizes)
         return known
 
@@ -132,15 +134,16 @@ def exchange_counts(
     quota_J = torch.empty(J, dtype=torch.int32, device=counts_J.device)
     before_J = torch.empty_like(quota_J)
     arguments = (signals.control, signals.pads_P, channel, signals.rank, tables_P, counts_J, quota_J, before_J)
-    sizes = {"J": J, "J_PAD": padded(J), "P": signals.num_ranks, "P_PAD": padded(signals.num_ranks)}
+    sizes: dict[str, Any] = {"J": J, "J_PAD": padded(J), "P": signals.num_ranks, "P_PAD": padded(signals.num_ranks)}
     launch(exchange_counts_kernel, 1, arguments, 4, **sizes)
     return quota_J, before_J
 
 
-def _sending(J: int, L: int, K: int, W: int, words: Words, block_t: int) -> tuple[Any, dict[str, Any]]:
+def _sending(sends_all: bool, J: int, L: int, K: int, W: int, words: Words, block_t: int) -> tuple[Any, dict[str, Any]]:
     from equipoise.kernels.rows_triton import send_rows_kernel
 
     return send_rows_kernel, {
+        "SENDS_ALL": sends_all,
         "J": J,
         "L": L,
         "K": K,
@@ -160,7 +163,8 @@ def send_rows(exchange: Exchange, piece: int, x_TD: torch.Tensor, places: Places
     (T, K), J, device = places.ids_TK.shape, places.send_J.shape[0], x_TD.device
     L, (words, W) = J // exchange.num_ranks, _words(x_TD)
     layout = RowLayout.empty(T * K, L, device)
-    launcher = exchange.launcher((J, L, K, W, words, 32 if device.type != "cpu" else 16), _sending)
+    form = exchange.sends_all, J, L, K, W, words, 32 if device.type != "cpu" else 16
+    launcher = exchange.launcher(form, _sending)
     launcher(
         exchange.grid.programs,
         piece,

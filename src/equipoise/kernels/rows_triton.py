@@ -9,7 +9,8 @@ order.
 
 A token that goes to several experts of one rank is sent there once, to the place of its first slot there, the head.
 Each place has a record that leads from the head to the places of the token's other slots, and the rank copies the row
-to these itself. A token of this rank's own goes to all of its places here at once, while others' are on their way.
+to these itself. A token of this rank's own goes to all of its places here at once, while others' are on their way; and
+where rows are so few that another launch takes longer, every token to all of its places everywhere.
 
 Shapes: P ranks, L local (physical) experts, J = P * L, T tokens of this rank, K slots per token, D features, C rows
 at most here.
@@ -33,7 +34,7 @@ FOLLOWER = tl.constexpr(2**30)
 OWN = tl.constexpr(2**29)
 PLACE_MASK = tl.constexpr(2**28 - 1)
 """A record (int32) is the next place of the token here plus one, or 0; with FOLLOWER added where it is not the head,
-and OWN where the token is of the rank that the place is at."""
+and OWN where the sender writes the place itself: if it is its own, and to all of few rows."""
 
 
 @triton.jit
@@ -81,6 +82,7 @@ def _place(slot, is_token, ids_ptr, row_ptr, shift_J, capacity, L: tl.constexpr)
 @triton.jit
 def _address_tokens(
     control_ptr, send_ptr, quota_ptr, before_ptr, ids_ptr, row_ptr, layout_ptr, rank, capacity, num_tokens,
+    SENDS_ALL: tl.constexpr,
     J: tl.constexpr, L: tl.constexpr, K: tl.constexpr, J_PAD: tl.constexpr, L_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Where the rows of this program's tokens go; by the first program, how many come here. Every rank sees it if any
@@ -111,7 +113,7 @@ def _address_tokens(
                         record = tl.where(is_here, FOLLOWER, record)
                     else:
                         record = tl.where(is_here & (record & PLACE_MASK == 0), record + its_place + 1, record)
-            record += tl.where(peer == rank, OWN, 0)
+            record += tl.where(SENDS_ALL | (peer == rank), OWN, 0)
             target = tl.where(is_row, (peer.to(tl.int64) << 32) + place, -1)
             tl.store(target_ptr + token * K + k, target, mask=is_token)
             tl.store(record_ptr + token * K + k, record, mask=is_token)
@@ -148,6 +150,7 @@ def send_rows_kernel(
     num_tokens,
     capacity,
     record_offset,  # of the records in a piece
+    SENDS_ALL: tl.constexpr,
     J: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
@@ -162,11 +165,11 @@ def send_rows_kernel(
     P_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Finds the places, then sends each token once to each of its ranks."""
+    """Finds the places, then sends each token once to each other rank that it goes to, or to every place."""
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
     _address_tokens(
         control_ptr, send_ptr, quota_ptr, before_ptr, ids_ptr, row_ptr, layout_ptr, rank, capacity, num_tokens,
-        J, L, K, J_PAD, L_PAD, BLOCK_T,
+        SENDS_ALL, J, L, K, J_PAD, L_PAD, BLOCK_T,
     )  # fmt: skip
     # In it is a barrier, behind which this program's threads see each other's targets.
     wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
@@ -219,7 +222,7 @@ def send_gradients_kernel(
     BLOCK: tl.constexpr,
 ):
     """Backward of the weighted sum: each token's gradient once to each of its ranks, and each slot's weight to its
-    place; here to each of its places, times the weight; and <gradient, row>, the weight's gradient."""
+    place, or times the weight to each place; and <gradient, row>, the weight's gradient."""
     dtype: tl.constexpr = grad_ptr.dtype.element_ty
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
     wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
@@ -265,8 +268,8 @@ def spread_rows_kernel(
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies the head's row to the token's other places here; with weights, each times that of its place. Tokens of
-    this rank's own have been to all places."""
+    """Copies the head's row to the token's other places here; with weights, each times that of its place. Not where the
+    sender has done so."""
     total = tl.load(layout_ptr + L).to(tl.int32)
     words_ptr = rows_ptr
     if not HAS_WEIGHTS:
