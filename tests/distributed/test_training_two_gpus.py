@@ -50,6 +50,7 @@ def make_case(dispatcher: str, dtype: torch.dtype, slots: int, **changes: Any) -
         transport=FORMS[dispatcher],  # type: ignore[arg-type]
     )
     values = {"model": model, "ep": 2, "dispatcher": dispatcher, "selection_bias": 2.0, "hot_experts": 4}
+    values |= {"lengths": (12,)}  # the symmetric dispatcher's buffers are made for the first
     return Case(**values, compute_dtype=dtype, balance=config if slots else None, **changes)  # type: ignore[arg-type]
 
 
