@@ -5,6 +5,7 @@ Rows past `counts_E.sum()` belong to nobody: their outputs are unspecified and t
 result or a gradient of another row. Experts without rows get a weight gradient of exactly 0.
 """
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -147,7 +148,9 @@ def _problem(name: str, fn: GroupedLinear, device: torch.device, dtype: torch.dt
 def _probe(name: str, fn: GroupedLinear, device: torch.device, dtype: torch.dtype) -> str | None:
     # In a thread of its own, where the caller's modes do not reach (no_grad, recompute, fake tensors): they would
     # change what the probe sees, and its answer is kept.
-    with ThreadPoolExecutor(1) as fresh:
+    with ThreadPoolExecutor(1) as fresh, warnings.catch_warnings():
+        # torch's own thread for backwards has no CUDA context yet, and says that it makes one.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         return fresh.submit(_problem, name, fn, device, dtype).result()
 
 
