@@ -32,6 +32,7 @@ from equipoise.bench.results import device_word, results_folder, write_results
 from equipoise.kernels.adamw_triton import adamw
 from equipoise.kernels.checksum import copy_with_checksum, new_totals
 from equipoise.kernels.cross_entropy_triton import loss_and_gradient
+from equipoise.kernels.elementwise_triton import scaled, sum_of_squares
 from equipoise.kernels.grouped_gemm import (
     dual_dgrad,
     dual_forward,
@@ -42,6 +43,7 @@ from equipoise.kernels.grouped_gemm import (
 )
 from equipoise.kernels.permute import combine, make_permutation, permute
 from equipoise.kernels.reroute import reroute_permutation
+from equipoise.kernels.rotary_norm import rotary_norm
 from equipoise.kernels.router_weights import router_weights
 from equipoise.kernels.select_experts import select_experts
 from equipoise.kernels.tiles import make_tiles
@@ -143,6 +145,11 @@ def training() -> None:
                 weight, normal(size), first, second, copy, corrections, factor, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                 weight_decay=0.1,
             )  # fmt: skip
+    scaled(torch.rand(4099, device=DEVICE), scale, torch.bfloat16)
+    sum_of_squares([torch.rand(size, device=DEVICE) for size in (1, 33, 4099)])
+    for B, S, N, H in ((1, 1, 1, 16), (2, 37, 6, 64)):
+        x, tables = normal(B, S, N, H).requires_grad_(), normal(1, 1, S, H)
+        rotary_norm(x, normal(H).requires_grad_(), tables, tables, 1e-6).float().sum().backward()
 
 
 def checksums() -> None:
