@@ -56,12 +56,6 @@ main = typer.Typer(
 )
 
 
-main.add_typer(bench, name="bench")
-main.command("trace", help=TRACE_HELP, short_help="Does a model of transformers need balancing?")(trace_model)
-main.command()(convert)
-main.command()(serve)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"equipoise {equipoise.__version__}")
@@ -149,7 +143,9 @@ def train(
             )
         root = _root_class()
         if help_config:
-            typer.echo(describe_settings(read_schema(root), context.args))
+            recipes = [recipe.name for recipe in list_recipes()]
+            asked = [name for name in context.args if name not in recipes and not is_path(name)]
+            typer.echo(describe_settings(read_schema(root), asked))
             return
         typed = typed or shlex.join(["equipoise", *sys.argv[1:]])
         _train(root, context.args, nproc_per_node, out, resume, resume_step, typed)
@@ -251,9 +247,10 @@ def describe_settings(schema: Schema, sections: Sequence[str]) -> str:
     for name in names:
         if name not in schema.sections and name not in single:
             known = [key for key in schema.sections if key]
-            near = get_close_matches(name, known, n=1)
+            keys = [s.key for key in schema.sections for s in schema.settings_of(key)]
+            near = get_close_matches(name, [*known, *keys], n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"There is no section {name!r}; {hint}sections are: {', '.join(known)}")
+            raise ConfigError(f"There is no section or key {name!r}; {hint}sections are: {', '.join(known)}")
     lines: list[str] = []
     for key, section in schema.sections.items():
         inside = any(key == name or key.startswith(f"{name}.") for name in names)
@@ -391,3 +388,10 @@ def simulate(
         if out is not None:
             command.write_json(out, rows, about)
             typer.echo(f"written to {out}")
+
+
+# After `train`, so that the list of commands begins with it.
+main.add_typer(bench, name="bench")
+main.command("trace", help=TRACE_HELP, short_help="Does a model of transformers need balancing?")(trace_model)
+main.command()(convert)
+main.command()(serve)

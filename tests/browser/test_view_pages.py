@@ -158,15 +158,37 @@ DIFFERENCE = """async ([id, sketched]) => {
 }"""
 
 
-@pytest.mark.parametrize("view", ["view=overview", "view=layer&run=0&layer=5&step=80", "view=compare&a=1&b=0"])
-def test_sketches_look_like_what_plotly_draws(look: Looker, address: str, view: str) -> None:
-    look.open(f"{address}#{view}")
-    sketched = look.page.evaluate("""() => [...document.querySelectorAll("section:not([hidden]) canvas.sketch")]
-        .map((canvas) => [canvas.parentElement.id, canvas.toDataURL()])""")
-    assert len(sketched) >= 5
+VIEWS = ("view=overview", "view=layer&run=0&layer=5&step=80", "view=compare&a=1&b=0")
+
+
+def check_page(look: Looker) -> None:
+    """Every figure is drawn, and nothing is wider than the window."""
     look.point()
-    found = {figure: look.page.evaluate(DIFFERENCE, [figure, picture]) for figure, picture in sketched}
-    assert {figure: share for figure, share in found.items() if share > 0.03} == {}, found
+    assert look.page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
+    assert look.page.locator("section:not([hidden]) .chart:not(.js-plotly-plot)").count() == 0
+
+
+def test_every_view_is_sketched_as_plotly_draws_it_and_fills_the_page(look: Looker, address: str, picture: Any) -> None:
+    taken = []
+    for view in VIEWS:
+        look.leave()
+        look.open(f"{address}#{view}")
+        sketched = look.page.evaluate("""() => [...document.querySelectorAll("section:not([hidden]) canvas.sketch")]
+            .map((canvas) => [canvas.parentElement.id, canvas.toDataURL()])""")
+        assert len(sketched) >= 5
+        check_page(look)
+        found = {figure: look.page.evaluate(DIFFERENCE, [figure, image]) for figure, image in sketched}
+        assert {figure: share for figure, share in found.items() if share > 0.03} == {}, found
+        taken.append(picture(look, "view-" + view[5:].split("&")[0]))
+    assert len(set(taken)) == 3
+
+
+def test_dark_pages_are_dark(look: Looker, address: str, picture: Any) -> None:
+    look.page.emulate_media(color_scheme="dark")
+    look.open(address)
+    assert look.page.evaluate("() => document.documentElement.dataset.theme") == "dark"
+    check_page(look)
+    picture(look, "view-overview-dark")
 
 
 def test_drill_down_shows_loads_replicas_and_traffic_of_the_trace(look: Looker, address: str, runs: Runs) -> None:
@@ -343,26 +365,6 @@ def test_names_of_folders_are_text_and_not_markup(look: Looker, tmp_path: Path) 
     export(ViewedRuns([folder]), file)
     look.open(file.as_uri())
     assert look.tile("optimizer step") == 2
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_pictures_of_every_view_look_different_and_fill_the_page(
-    look: Looker, address: str, picture: Any, theme: str
-) -> None:
-    look.page.emulate_media(color_scheme=theme)
-    look.open(address)
-    assert look.page.evaluate("() => document.documentElement.dataset.theme") == theme
-    taken = []
-    for view in ("view=overview&run=0", "view=layer&run=0&layer=5&step=80", "view=compare&a=1&b=0"):
-        look.go(view)
-        look.point()
-        assert look.page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
-        empty = look.page.locator("section:not([hidden]) .chart:not(.js-plotly-plot)").count()
-        assert empty == 0
-        name = "view-" + view[5:].split("&")[0]
-        names = {"light": name, "dark": f"{name}-dark" if name == "view-overview" else None}
-        taken.append(picture(look, names[theme]))
-    assert len(set(taken)) == 3
 
 
 def test_the_theme_can_be_switched_and_is_remembered(look: Looker, address: str) -> None:

@@ -102,9 +102,11 @@ def test_help_config_prints_keys_types_defaults_and_meaning(calls: Calls) -> Non
     key = invoke("train", "--help-config", "optimizer.lr").output
     assert "--optimizer.lr  (float > 0 and < 1; default 0.001)" in key
     assert key.count("  --") == 1
-    wrong = invoke("train", "--help-config", "optimiser")
-    assert wrong.exit_code == 2
-    assert "did you mean optimizer?" in wrong.stderr
+    assert invoke("train", "demo", "--help-config", "optimizer.lr").output == key, "a recipe is no section"
+    for typed, meant in (("optimiser", "optimizer"), ("optimizer.lrr", "optimizer.lr"), ("train.step", "train.steps")):
+        wrong = invoke("train", "--help-config", typed)
+        assert wrong.exit_code == 2
+        assert f"did you mean {meant}?" in wrong.stderr
     assert not calls
 
 

@@ -12,7 +12,7 @@ Shapes: R rows sorted by physical expert, M masters then S slots, N x K one expe
 features, I inner features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,8 @@ from equipoise.kernels.rows import RowMaker
 from equipoise.kernels.tiles import Tiles, make_tiles
 from equipoise.kernels.tuning import Block, block_rows, choose_block
 
-
-def _unpack(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    return tiles.offsets_L1, tiles.expert_W, tiles.row_W, tiles.num_2, tiles.order_L, tiles.block_rows
-
-
-def _pack(tables: Sequence[torch.Tensor], block_rows: int) -> Tiles:
-    offsets_L1, expert_W, row_W, num_2, order_L = tables
-    return Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
+_TILES = "Tensor offsets_L1, Tensor expert_W, Tensor row_W, Tensor num_2, Tensor order_L, SymInt block_rows"
+"""`Tiles` in an operator's schema."""
 
 
 def _check_weights(masters: torch.Tensor, slots: torch.Tensor | None) -> None:
@@ -54,6 +48,7 @@ def _gemm(
     tiles: Tiles,
     transposed: bool,
     out: torch.Tensor | None = None,
+    wait_for_slots: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors, launch_gemm
 
@@ -62,35 +57,35 @@ def _gemm(
     N, K = masters.shape[1:]
     out = rows_RC.new_empty(rows_RC.shape[0], N if transposed else K) if out is None else out
     if rows_RC.shape[0] == 0:
+        if wait_for_slots is not None:
+            wait_for_slots()
         return out
     descriptors = has_descriptors(rows_RC.device) and can_describe(rows_RC, masters, slots, out)
     block = _block("forward" if transposed else "dgrad", rows_RC, N, K, tiles.order_L.shape[0], descriptors)
-    launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, out, tiles, transposed, block, descriptors)
+    rest = out, tiles, transposed, block, descriptors
+    if wait_for_slots is None:
+        launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, *rest)
+    else:
+        launch_gemm(rows_RC, masters, None, bias_MN, None, *rest)
+        wait_for_slots()
+        launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, *rest, masters_too=False)
     return out
 
 
-@torch.library.custom_op("equipoise::dual_gemm", mutates_args=())
-def _dual_gemm(
-    rows_RC: torch.Tensor,
-    masters: torch.Tensor,
-    slots: torch.Tensor | None,
-    bias_MN: torch.Tensor | None,
-    bias_SN: torch.Tensor | None,
-    offsets_L1: torch.Tensor,
-    expert_W: torch.Tensor,
-    row_W: torch.Tensor,
-    num_2: torch.Tensor,
-    order_L: torch.Tensor,
-    block_rows: int,
-    transposed: bool,
-) -> torch.Tensor:
-    tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
-    return _gemm(rows_RC, masters, slots, bias_MN, bias_SN, tiles, transposed)
+@torch.library.custom_op(
+    "equipoise::dual_gemm",
+    mutates_args=(),
+    schema="(Tensor rows_RC, Tensor masters, Tensor? slots, Tensor? bias_MN, Tensor? bias_SN, "
+    f"{_TILES}, bool transposed) -> Tensor",
+)
+def _dual_gemm(rows_RC, masters, slots, bias_MN, bias_SN, *tiles_transposed):
+    *tiles, transposed = tiles_transposed
+    return _gemm(rows_RC, masters, slots, bias_MN, bias_SN, Tiles(*tiles), transposed)
 
 
 @_dual_gemm.register_fake
-def _(rows_RC, masters, slots, bias_MN, bias_SN, offsets_L1, expert_W, row_W, num_2, order_L, block_rows, transposed):
-    return rows_RC.new_empty(rows_RC.shape[0], masters.shape[1 if transposed else 2])
+def _(rows_RC, masters, slots, bias_MN, bias_SN, *tiles_transposed):
+    return rows_RC.new_empty(rows_RC.shape[0], masters.shape[1 if tiles_transposed[-1] else 2])
 
 
 def _wgrad(
@@ -179,21 +174,13 @@ def _(grad_RN, rows_RK, offsets_L1, order_L, num_masters, dtype):
     return rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
 
 
-@torch.library.custom_op("equipoise::dual_swiglu_forward", mutates_args=())
-def _dual_swiglu_forward(
-    rows_RD: torch.Tensor,
-    masters: torch.Tensor,
-    slots: torch.Tensor | None,
-    weights_R: torch.Tensor | None,
-    offsets_L1: torch.Tensor,
-    expert_W: torch.Tensor,
-    row_W: torch.Tensor,
-    num_2: torch.Tensor,
-    order_L: torch.Tensor,
-    block_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
-    return _swiglu_forward(rows_RD, masters, slots, tiles, None, weights_R)
+@torch.library.custom_op(
+    "equipoise::dual_swiglu_forward",
+    mutates_args=(),
+    schema=f"(Tensor rows_RD, Tensor masters, Tensor? slots, Tensor? weights_R, {_TILES}) -> (Tensor, Tensor)",
+)
+def _dual_swiglu_forward(rows_RD, masters, slots, weights_R, *tiles):
+    return _swiglu_forward(rows_RD, masters, slots, Tiles(*tiles), None, weights_R)
 
 
 def _swiglu_forward(
@@ -204,77 +191,41 @@ def _swiglu_forward(
     wait_for_slots: Callable[[], None] | None,
     weights_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from equipoise.kernels.grouped_launch_triton import (
-        can_describe,
-        has_descriptors,
-        launch_gemm,
-        launch_swiglu_rows,
-    )
+    from equipoise.kernels.grouped_launch_triton import launch_swiglu_rows
 
-    _check_weights(masters, slots)
-    rows_RD = rows_RD.contiguous()
-    (R, D), inner = rows_RD.shape, masters.shape[1] // 2
-    act, hidden = rows_RD.new_empty(R, inner), rows_RD.new_empty(R, 2 * inner)
-    if R == 0:
-        if wait_for_slots is not None:
-            wait_for_slots()
-        return act, hidden
-    descriptors = has_descriptors(rows_RD.device) and can_describe(rows_RD, masters, slots, hidden)
-    block = _block("forward", rows_RD, 2 * inner, D, tiles.order_L.shape[0], descriptors)
-    if wait_for_slots is None:
-        launch_gemm(rows_RD, masters, slots, None, None, hidden, tiles, True, block, descriptors)
-    else:
-        launch_gemm(rows_RD, masters, None, None, None, hidden, tiles, True, block, descriptors)
-        wait_for_slots()
-        launch_gemm(rows_RD, masters, slots, None, None, hidden, tiles, True, block, descriptors, masters_too=False)
-    launch_swiglu_rows(hidden, act, tiles.offsets_L1, weights_R)
+    hidden = _gemm(rows_RD, masters, slots, None, None, tiles, transposed=True, wait_for_slots=wait_for_slots)
+    act = hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2)
+    if hidden.shape[0]:
+        launch_swiglu_rows(hidden, act, tiles.offsets_L1, weights_R)
     return act, hidden
 
 
 @_dual_swiglu_forward.register_fake
-def _(rows_RD, masters, slots, weights_R, offsets_L1, expert_W, row_W, num_2, order_L, block_rows):
+def _(rows_RD, masters, slots, weights_R, *tiles):
     R, inner = rows_RD.shape[0], masters.shape[1] // 2
     return rows_RD.new_empty(R, inner), rows_RD.new_empty(R, 2 * inner)
 
 
-@torch.library.custom_op("equipoise::dual_swiglu_backward", mutates_args=())
-def _dual_swiglu_backward(
-    grad_RD: torch.Tensor,
-    masters: torch.Tensor,
-    slots: torch.Tensor | None,
-    hidden: torch.Tensor,
-    weights_R: torch.Tensor | None,
-    offsets_L1: torch.Tensor,
-    expert_W: torch.Tensor,
-    row_W: torch.Tensor,
-    num_2: torch.Tensor,
-    order_L: torch.Tensor,
-    block_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from equipoise.kernels.grouped_launch_triton import (
-        can_describe,
-        has_descriptors,
-        launch_gemm,
-        launch_swiglu_rows_backward,
-    )
+@torch.library.custom_op(
+    "equipoise::dual_swiglu_backward",
+    mutates_args=(),
+    schema="(Tensor grad_RD, Tensor masters, Tensor? slots, Tensor hidden, Tensor? weights_R, "
+    f"{_TILES}) -> (Tensor, Tensor, Tensor)",
+)
+def _dual_swiglu_backward(grad_RD, masters, slots, hidden, weights_R, *tiles):
+    from equipoise.kernels.grouped_launch_triton import launch_swiglu_rows_backward
 
-    _check_weights(masters, slots)
-    tiles = Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
-    grad_RD = grad_RD.contiguous()
-    (R, D), inner = grad_RD.shape, masters.shape[2]
-    grad_hidden, act = torch.empty_like(hidden), hidden.new_empty(R, inner)
+    tiles = Tiles(*tiles)
+    act = _gemm(grad_RD, masters, slots, None, None, tiles, transposed=False)  # its gradient, until the next launch
+    grad_hidden, R = torch.empty_like(hidden), hidden.shape[0]
     grad_weights_R = hidden.new_zeros(0 if weights_R is None else R, dtype=torch.float32)
-    if R == 0:
-        return grad_hidden, act, grad_weights_R
-    descriptors = has_descriptors(grad_RD.device) and can_describe(grad_RD, masters, slots, act)
-    block = _block("dgrad", grad_RD, D, inner, order_L.shape[0], descriptors)
-    launch_gemm(grad_RD, masters, slots, None, None, act, tiles, False, block, descriptors)
-    launch_swiglu_rows_backward(hidden, act, grad_hidden, offsets_L1, weights_R, grad_weights_R)
+    if R:
+        launch_swiglu_rows_backward(hidden, act, grad_hidden, tiles.offsets_L1, weights_R, grad_weights_R)
     return grad_hidden, act, grad_weights_R
 
 
 @_dual_swiglu_backward.register_fake
-def _(grad_RD, masters, slots, hidden, weights_R, offsets_L1, expert_W, row_W, num_2, order_L, block_rows):
+def _(grad_RD, masters, slots, hidden, weights_R, *tiles):
     R, inner = hidden.shape[0], masters.shape[2]
     grad_weights_R = hidden.new_empty(0 if weights_R is None else R, dtype=torch.float32)
     return torch.empty_like(hidden), hidden.new_empty(R, inner), grad_weights_R
@@ -300,7 +251,7 @@ def dual_forward(
     if make_rows is not None:
         out = _made(make_rows, rows_RK, masters.shape[1])
         return _gemm(rows_RK, masters, slots, bias_MN, bias_SN, tiles, True, out)
-    return _dual_gemm(rows_RK, masters, slots, bias_MN, bias_SN, *_unpack(tiles), transposed=True)
+    return _dual_gemm(rows_RK, masters, slots, bias_MN, bias_SN, *tiles, transposed=True)
 
 
 def dual_dgrad(
@@ -313,7 +264,7 @@ def dual_dgrad(
     """grad_rows_RK: the rows' gradient of `dual_forward`."""
     if make_rows is not None:
         return _gemm(grad_RN, masters, slots, None, None, tiles, False, _made(make_rows, grad_RN, masters.shape[2]))
-    return _dual_gemm(grad_RN, masters, slots, None, None, *_unpack(tiles), transposed=False)
+    return _dual_gemm(grad_RN, masters, slots, None, None, *tiles, transposed=False)
 
 
 def dual_wgrad(
@@ -360,7 +311,7 @@ def dual_swiglu_forward(
     """
     if wait_for_slots is not None:
         return _swiglu_forward(rows_RD, masters, slots, tiles, wait_for_slots, weights_R)
-    return _dual_swiglu_forward(rows_RD, masters, slots, weights_R, *_unpack(tiles))
+    return _dual_swiglu_forward(rows_RD, masters, slots, weights_R, *tiles)
 
 
 def dual_swiglu_backward(
@@ -374,7 +325,7 @@ def dual_swiglu_backward(
         hidden: gate and up, from `dual_swiglu_forward`.
         tiles: the forward's.
     """
-    return _dual_swiglu_backward(grad_RD, masters, slots, hidden, None, *_unpack(tiles))[:2]
+    return _dual_swiglu_backward(grad_RD, masters, slots, hidden, None, *tiles)[:2]
 
 
 def weighted_swiglu_backward(
@@ -387,7 +338,7 @@ def weighted_swiglu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for rows with weights: gradient of `hidden`, the weighted activation, and the weights' gradient FP32 [R]
     (0 for rows that belong to nobody)."""
-    return _dual_swiglu_backward(grad_RD, masters, slots, hidden, weights_R, *_unpack(tiles))
+    return _dual_swiglu_backward(grad_RD, masters, slots, hidden, weights_R, *tiles)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -400,7 +351,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RN):
         rows_RK, weight_ENK, *tables = ctx.saved_tensors
-        tiles = _pack(tables, ctx.block_rows)
+        tiles = Tiles._make([*tables, ctx.block_rows])
         want_rows, want_weight = ctx.needs_input_grad[:2]
         grad_RN = grad_RN.contiguous()
         grad_rows = dual_dgrad(grad_RN, weight_ENK, None, tiles) if want_rows else None
@@ -422,7 +373,7 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RD):
         rows_RD, gate_up_EID, down_EDI, weights_R, hidden, *tables = ctx.saved_tensors
-        tiles = _pack(tables, ctx.block_rows)
+        tiles = Tiles._make([*tables, ctx.block_rows])
         want_rows, want_gate_up, want_down = ctx.needs_input_grad[:3]
         grad_RD, E, grad_weights = grad_RD.contiguous(), down_EDI.shape[0], None
         if weights_R is None:
@@ -443,7 +394,7 @@ def _tiles(rows: torch.Tensor, counts_E: torch.Tensor) -> Tiles:
 
 def triton_grouped_linear(rows_RK: torch.Tensor, weight_ENK: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """The Triton form of `loop_grouped_linear`, with its contract; no host sync."""
-    return _GroupedLinear.apply(rows_RK, weight_ENK.contiguous(), *_unpack(_tiles(rows_RK, counts_E)))
+    return _GroupedLinear.apply(rows_RK, weight_ENK.contiguous(), *_tiles(rows_RK, counts_E))
 
 
 def triton_grouped_mlp(
@@ -456,7 +407,7 @@ def triton_grouped_mlp(
 ) -> torch.Tensor:
     """The Triton form of `plain_grouped_mlp`, with its contract; no host sync. Saves rows and gate and up. The output
     and the rows' gradient are written to what `make_rows` makes."""
-    tables = _unpack(_tiles(rows_RD, counts_E))
+    tables = _tiles(rows_RD, counts_E)
     gate_up_EID, down_EDI = gate_up_EID.contiguous(), down_EDI.contiguous()
     weights_R = None if weights_R is None else weights_R.float().contiguous()
     return _GroupedMLP.apply(rows_RD, gate_up_EID, down_EDI, weights_R, make_rows, *tables)

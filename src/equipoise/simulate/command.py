@@ -82,6 +82,12 @@ def run(
         what = f"workload {name}, {size.layers} layers x {size.microbatches} microbatches, {size.num_experts} experts"
         if not sweep.ranks:
             sweep = _with_ranks(sweep, [8])
+    num_experts = size.num_experts if workload is not None else trace.info.num_experts
+    for ranks in sweep.ranks:
+        if ranks < 1 or num_experts % ranks:
+            raise ConfigError(
+                f"--ranks is {ranks}, which does not divide the {num_experts} experts: choose one that does"
+            )
     rows = run_sweep(sweep, loads_of, hardware, expert, say=lambda line: console.print(f"simulating {line}"))
     show(console, rows, f"Predicted step on {hardware.name}: {what}")
     console.print(_explain(hardware), markup=False, soft_wrap=True)

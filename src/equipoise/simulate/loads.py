@@ -159,7 +159,8 @@ def _recorded(trace: "Trace", steps: tuple[int, int] | None) -> Iterator[LoadBlo
         loads.append(row.load_PE)
     if key is None:
         raise TraceError(
-            f"{trace.directory}: no load matrices were recorded{_range(steps)}; set trace.matrices_every in the run"
+            f"{trace.directory}: no load matrices were recorded{_range(steps)}; a run records them every "
+            "trace.matrices_every steps: train for more steps, or with a smaller number"
         )
     yield LoadBlock(key[0], key[1], np.array(layers), np.stack(loads))
 

@@ -69,9 +69,10 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
     for ranks in dict.fromkeys(row["ranks"] for row in rows):
         (best,) = [row for row in rows if row["ranks"] == ranks and row["is_best"]]
         if best["slots"]:
+            slots = "1 slot" if best["slots"] == 1 else f"{best['slots']} slots"
             lines.append(
                 f"{ranks} ranks: balancing pays by this model, {best['over_off']:.2f} x the speed of off with "
-                f"{best['planner']}, {best['slots']} slots per rank and a tolerance of {best['tolerance']:g}"
+                f"{best['planner']}, {slots} per rank and a tolerance of {best['tolerance']:g}"
             )
         else:
             lines.append(f"{ranks} ranks: balancing does not pay by this model")

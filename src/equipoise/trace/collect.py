@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -92,15 +93,17 @@ def read_sequences(source: str, column: str | None, tokenizer: str, length: int,
         DataError: the source cannot be read, or has less than one sequence.
     """
     config = DataConfig(source=source, column=column, tokenizer=tokenizer)
+    report = SourceReport(source)
+    documents = read_documents(config, report)
+    first = list(islice(documents, 1))  # a source that is not there is told before a tokenizer is fetched
     try:
         encoder = load_tokenizer(tokenizer)
     except DataError as error:
         raise DataError(f"{error}. --tokenizer names another one, such as bytes") from error
-    report = SourceReport(source)
 
     def enough() -> Iterator[str]:
         size = 0
-        for text in read_documents(config, report):
+        for text in chain(first, documents):
             yield text
             size += len(text)
             if size > 16 * length * count:  # characters; tokens are seldom longer than 16

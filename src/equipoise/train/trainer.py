@@ -131,7 +131,7 @@ class Trainer:
             logger.info(line)
         loop = self.config.train
         if self.step >= loop.steps:
-            logger.warning("nothing to train: step %d is done and train.steps is %d; raise it", self.step, loop.steps)
+            logger.info("nothing to train: step %d is done and train.steps is %d; raise it", self.step, loop.steps)
         self._claim_folder()
         with ExitStack() as stack:
             stack.callback(self.loader.close)
