@@ -40,6 +40,7 @@ from equipoise.kernels.grouped_gemm import (
     dual_swiglu_forward,
     dual_wgrad,
     run_wgrad,
+    weighted_swiglu_backward,
 )
 from equipoise.kernels.permute import combine, make_permutation, permute
 from equipoise.kernels.reroute import reroute_permutation
@@ -98,6 +99,9 @@ def swiglu() -> None:
             up, down = normal(L, 2 * inner, D), normal(L, D, inner)
             _, hidden = dual_swiglu_forward(normal(rows, D), up[:M], up[M:].clone(), tiles)
             dual_swiglu_backward(normal(rows, D), down[:M], down[M:].clone(), hidden, tiles)
+            weights = torch.rand(rows, device=DEVICE)
+            dual_swiglu_forward(normal(rows, D), up[:M], up[M:].clone(), tiles, weights_R=weights)
+            weighted_swiglu_backward(normal(rows, D), down[:M], down[M:].clone(), hidden, weights, tiles)
 
 
 def rows() -> None:
