@@ -45,8 +45,6 @@ NUM_EXPERTS, HIDDEN, INNER, TOP_K = 32, 4096, 2048, 4
 EXPERT = 3 * HIDDEN * INNER
 SIZES = {17: (512, 4, 4096), 134: (4096, 4, 4096), 268: (8192, 8, 2048), 537: (16384, 4, 4096)}
 """Tokens, experts per token and features by megabytes of rows."""
-ALONE = 4096
-"""Words that a program of a push moves at a time, where no product has to find room beside it."""
 IN_GRAPHS = (17, 134)
 """Sizes that are also timed in CUDA graphs: what remains when launches cost the host nothing."""
 
@@ -119,8 +117,8 @@ def transfers(bench: Bench) -> dict[str, Any]:
     summary: dict[str, Any] = {"push_gbps": {}, "pull_gbps": {}}
     for programs in (16, 24, 32, 48, 64, 132):
         last = bench.masters, programs
-        args = bench.space.signals, push, slot_expert, [masters], True, weights_P, *last
-        us = bench.us(partial(peers.push_weights, *args, ALONE))
+        work = partial(peers.push_weights, bench.space.signals, push, slot_expert, [masters], True, weights_P, *last)
+        us = bench.us(work)
         gbps = summary["push_gbps"][programs] = 2 * EXPERT * slots / us / 1e3
         bench.add("push", programs=programs, megabytes=2 * EXPERT * slots / 1e6, us=us, gbps=gbps)
         work = partial(
@@ -129,7 +127,7 @@ def transfers(bench: Bench) -> dict[str, Any]:
         us = bench.us(work)
         gbps = summary["pull_gbps"][programs] = 4 * EXPERT * slots / us / 1e3
         bench.add("pull", programs=programs, megabytes=4 * EXPERT * slots / 1e6, us=us, gbps=gbps)
-    for programs, block, warps in ((16, 8192, 16), *((n, peers.PUSH_BLOCK, 8) for n in (16, 32, 48, 64))):
+    for programs, block, warps in ((16, 4096, 16), (16, 8192, 8), (16, 8192, 16), (16, 16384, 16), (32, 2048, 8)):
         last = bench.masters, programs, block, warps
         us = bench.us(
             partial(peers.push_weights, bench.space.signals, push, slot_expert, [masters], True, weights_P, *last)

@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from equipoise.balance import LoadRecord
+from equipoise.balance import Balancer, LoadRecord, Placement
+from equipoise.balance.runtime import _UnreadRecord
 from equipoise.errors import ConfigError
-from equipoise.train.balance_statistics import BalanceResult, balance_metrics, sum_records
+from equipoise.train.balance_statistics import (
+    BalanceResult,
+    balance_metrics,
+    sum_device_records,
+    sum_records,
+)
 from equipoise.train.load_statistics import (
     dead_experts,
     expert_maxvio,
@@ -93,6 +99,33 @@ def test_what_balancing_delivered_is_summarised_over_layers() -> None:
     assert metrics["rank_imbalance_after_max"] == 2.0
     assert metrics["balance_sync_s"] == 2.0
     assert (metrics["balance_copies"], metrics["balance_bytes"], metrics["balance_plan_s"]) == (18, 600, 3.0)
+
+
+@pytest.mark.parametrize(
+    "layers", [[0, 1, 2, 0, 1, 2], [3], [0, 0, 0, 1, 1, 1], [2, 0, 1, 2, 0, 1], [0, 1, 0]], ids=str
+)
+def test_sums_on_the_device_are_those_of_the_host(layers: list[int]) -> None:
+    """Plans of two ranks with two masters and one slot each, one of them without tokens."""
+    balancer = Balancer(None, 4, {"w": (5, 2)}, torch.bfloat16)
+    balancer.num_ranks, balancer.num_masters, balancer.num_slots = 2, 2, 1
+    assert balancer.take_device_records() is None
+    generator = torch.Generator().manual_seed(len(layers))
+    for number, layer in enumerate(layers):
+        quota = torch.randint(0, 9, (6,), generator=generator, dtype=torch.int32) * (number != 1)
+        load_E = torch.stack([quota[0] + quota[5], quota[1], quota[2], quota[3] + quota[4]])
+        placement = Placement(torch.tensor([3, -1 if number else 0], dtype=torch.int32), quota, 2, 4)
+        balancer._records.append(_UnreadRecord((layer, 0), load_E, placement))
+    kept = list(balancer._records)
+    on_device = balancer.take_device_records()
+    assert on_device is not None
+    assert balancer.take_records() == []
+    balancer._records.extend(kept)
+    wanted = sum_records(balancer.take_records(), 2.0, 4)
+    found = sum_device_records(on_device, 2.0, 4)
+    for ours, theirs in zip(found[:2], wanted[:2]):
+        torch.testing.assert_close(ours, theirs, rtol=1e-15, atol=0)
+    assert float(found[2]) == wanted[2]
+    assert float(wanted[1][0]) * 4 == len(layers) + 1, "copies"
 
 
 def test_summary_over_layers() -> None:

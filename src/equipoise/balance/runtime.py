@@ -71,6 +71,18 @@ class _UnreadRecord(NamedTuple):
     placement: Placement
 
 
+class DeviceRecords(NamedTuple):
+    """Records that nobody has read on the host; see `LoadRecord`.
+
+    keys: of N records. after_N: float64, copies_N: int64, on the device. copy_bytes: of one replica's weights.
+    """
+
+    keys: tuple[Hashable, ...]
+    after_N: torch.Tensor
+    copies_N: torch.Tensor
+    copy_bytes: int
+
+
 def _in_backward() -> bool:
     """Whether autograd is running: a forward is then one that is run again."""
     return torch._C._current_graph_task_id() != -1
@@ -366,9 +378,13 @@ class Balancer:
             max(before) / mean if total else 1.0,
             max(after) / mean if total else 1.0,
             copies,
-            copies * sum(map(math.prod, self.buffers.shapes.values())) * self.dtype.itemsize,
+            copies * self._copy_bytes,
             seconds,
         )
+
+    @property
+    def _copy_bytes(self) -> int:
+        return sum(map(math.prod, self.buffers.shapes.values())) * self.dtype.itemsize
 
     def take_records(self) -> list[LoadRecord]:
         """Records of the forwards routed since the last call (the latest 16384), oldest first."""
@@ -383,17 +399,33 @@ class Balancer:
         if not unread:
             return []
         load_NE = torch.stack([record.load_E for record in unread])
-        quota = torch.stack([record.placement.quota for record in unread])
-        slot_expert = torch.stack([record.placement.slot_expert for record in unread])
         before_NP = load_NE.view(len(unread), self.num_ranks, self.num_masters).sum(2)
-        after_NP = quota.view(len(unread), self.num_ranks, self.num_physical_local).sum(2)
-        copies_N1 = (slot_expert >= 0).sum(1, keepdim=True)
-        numbers = torch.cat([before_NP, after_NP, copies_N1], 1).tolist()
+        after_NP, copies_N = self._delivered(unread)
+        numbers = torch.cat([before_NP, after_NP, copies_N[:, None]], 1).tolist()
         P = self.num_ranks
         return [
             self._load_record(record.key, row[:P], row[P : 2 * P], row[2 * P], 0.0)
             for record, row in zip(unread, numbers)
         ]
+
+    def _delivered(self, unread: "Sequence[_UnreadRecord]") -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of each rank by the plans [N, P], and copies [N]."""
+        quota = torch.stack([record.placement.quota for record in unread])
+        slot_expert = torch.stack([record.placement.slot_expert for record in unread])
+        after_NP = quota.view(len(unread), self.num_ranks, self.num_physical_local).sum(2)
+        return after_NP, (slot_expert >= 0).sum(1)
+
+    def take_device_records(self) -> DeviceRecords | None:
+        """What `take_records` would return, without waiting for the device; None, and nothing is taken, if there are
+        none or some are on the host already."""
+        unread = [record for record in self._records if isinstance(record, _UnreadRecord)]
+        if not unread or len(unread) < len(self._records):
+            return None
+        self._records.clear()
+        after_NP, copies_N = self._delivered(unread)
+        mean_N = after_NP.sum(1).double() / self.num_ranks
+        after_N = torch.where(mean_N > 0, after_NP.amax(1) / mean_N, 1.0)
+        return DeviceRecords(tuple(record.key for record in unread), after_N, copies_N, self._copy_bytes)
 
     def take_waited_s(self) -> float:
         """Seconds that this rank's host has waited for weights and gradients of replicas since the last call."""

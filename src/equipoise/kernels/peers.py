@@ -28,11 +28,8 @@ FAILED, MISSING, RUN, NEEDED_ROWS, ROW_CAPACITY, HAS_LEFT = 0, 1, 2, 3, 4, 5
 of its runs, and whether that rank has abandoned the group; and how many rows a rank would have had to receive, where
 buffers hold fewer."""
 
-PUSH_PROGRAMS, PULL_PROGRAMS = 48, 24
+PUSH_PROGRAMS, PULL_PROGRAMS = 32, 32
 """Multiprocessors that a transfer beside other work takes at most."""
-PUSH_BLOCK = 2048
-"""Words that a program of a push moves at a time: so few that it has registers for (76 by 256 threads on an H200) that
-a program of a grouped product (168 by 256) runs on the same multiprocessor, and need not wait for the push to end."""
 
 
 def padded(count: int) -> int:
@@ -132,7 +129,7 @@ def push_weights(
     slots_P: torch.Tensor,
     num_masters: int,
     programs: int = PUSH_PROGRAMS,
-    block: int = PUSH_BLOCK,
+    block: int = 4096,
     warps: int = 8,
 ) -> None:
     """Copies masters of this rank into the slots that host them, everywhere. When it has run, this rank's slots are
@@ -224,7 +221,6 @@ def _transfer(
         programs,
         arguments,
         warps,
-        is_beside=True,
         STEP=step,
         IS_PULL=is_pull,
         DTYPE=getattr(tl, dtype),

@@ -13,6 +13,7 @@ from equipoise.train.load_statistics import spread_over_layers
 
 if TYPE_CHECKING:
     from equipoise.balance import LoadRecord
+    from equipoise.balance.runtime import DeviceRecords
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,25 @@ def sum_records(
     totals.append(waited_s)
     worst = max((record.after for record in records), default=1.0)
     return after_L / world_size, torch.tensor(totals, dtype=torch.float64) / world_size, worst
+
+
+def sum_device_records(
+    records: "DeviceRecords", waited_s: float, world_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`sum_records` on the device, without a host sync."""
+    by_layer: dict[Any, list[int]] = {}
+    for number, key in enumerate(records.keys):
+        by_layer.setdefault(key[0], []).append(number)  # type: ignore[index]
+    after_N, layers = records.after_N, list(by_layer.values())
+    number, times = len(layers), len(layers[0])
+    if layers == [list(range(first, number * times, number)) for first in range(number)]:  # microbatch by microbatch
+        after_L = after_N.view(times, number).mean(0)
+    else:
+        after_L = torch.stack([torch.stack([after_N[i] for i in chosen]).mean() for chosen in layers])
+    copies = records.copies_N.sum().double()
+    waited = copies.new_full((), waited_s)
+    totals = torch.stack([copies, copies * records.copy_bytes, torch.zeros_like(copies), waited])
+    return after_L / world_size, totals / world_size, after_N.max()
 
 
 def balance_metrics(result: BalanceResult) -> dict[str, Any]:

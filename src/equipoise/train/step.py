@@ -24,7 +24,7 @@ from equipoise.models.model import ModelOutput, MoEForCausalLM
 from equipoise.moe.bias import update_selection_bias
 from equipoise.moe.layer import MoELayer
 from equipoise.moe.synthetic import Workload
-from equipoise.train.balance_statistics import BalanceResult, sum_records
+from equipoise.train.balance_statistics import BalanceResult, sum_device_records, sum_records
 from equipoise.train.load_statistics import rank_imbalance
 from equipoise.train.master_adamw import MasterAdamW
 from equipoise.train.rollout import (
@@ -348,11 +348,14 @@ class TrainStep:
         maxima = [worst, worst.new_full((), float(stop)), worst.new_full((), float(saving))]
         balance_sums: list[torch.Tensor] = []
         if self.balancer is not None:
-            after_L, totals, worst_after = sum_records(
-                self.balancer.take_records(), self.balancer.take_waited_s(), sizes.world
-            )
-            balance_sums = [to_device(after_L, self.device), to_device(totals, self.device)]
-            maxima.append(worst.new_full((), worst_after))
+            waited_s, on_device = self.balancer.take_waited_s(), self.balancer.take_device_records()
+            if on_device is not None:  # what else is to be enqueued does not wait for them
+                *balance_sums, worst_after = sum_device_records(on_device, waited_s, sizes.world)
+                maxima.append(worst_after)
+            else:
+                after_L, totals, worst_on_host = sum_records(self.balancer.take_records(), waited_s, sizes.world)
+                balance_sums = [to_device(after_L, self.device), to_device(totals, self.device)]
+                maxima.append(worst.new_full((), worst_on_host))
         rollout_sums: list[torch.Tensor] = []
         if ROLLOUT_MAX in sums:
             maxima.append(sums[ROLLOUT_MAX])
