@@ -152,7 +152,7 @@ def load_template(config: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
         raise DataError(
             f"data.format is 'chat' but the tokenizer {tokenizer.name} has no chat template (chat_template.jinja, or "
             "chat_template in tokenizer_config.json); name a file with one as data.chat_template, or take the "
-            "tokenizer of the model's chat version"
+            "tokenizer of the model's chat version (--model.load_from FOLDER brings its own)"
         )
     return ChatTemplate(template, f"{folder}/tokenizer_config.json", special)
 

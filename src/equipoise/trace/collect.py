@@ -78,10 +78,10 @@ def load_model(name: str, device: torch.device) -> nn.Module:
         RuntimeError,
         SafetensorError,
     ) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(
-            f"transformers cannot load {name!r} as a causal language model: {reason}. Give a folder with config.json "
-            "and weights, or the id of a model on the hub (owner/name)"
+            f"transformers cannot load {name!r} as a causal language model: {reason}. Give a folder with "
+            "config.json and weights, or the id of a model on the hub (owner/name)"
         ) from error
     return model.to(device).eval().requires_grad_(False)
 
