@@ -171,8 +171,9 @@ def test_after_a_peers_failure_a_hang_ends_long_before_the_deadline() -> None:
 def wait_behind_a_kernel_that_gave_up(raises: bool) -> None:
     """The host waits for its device; a check can tell after a second that a kernel there has given up."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    me = Status.of_this_process(0)
-    watch = Watch(Board(store), me, 2, store_host="here", deadline_s=600, beat_s=0.1, grace_s=0.5)
+    board, me = Board(store), Status.of_this_process(0)
+    board.publish(Status(1, "node1", 1, ""))
+    watch = Watch(board, me, 2, store_host="here", deadline_s=600, beat_s=0.1, grace_s=0.5)
     started = time.monotonic()
 
     def check() -> None:
