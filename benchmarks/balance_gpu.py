@@ -83,7 +83,10 @@ class Bench:
         space = self.trainer.model.symmetric_space
         if space is None:  # where there is none, everything else can be compared
             name = "all_to_all"
-        options = {"capacity_factor": factor, "num_buffers": len(self.layers) + 1} if name == "symmetric" else {}
+        options: dict[str, Any] = {}
+        if name == "symmetric":
+            options = {"capacity_factor": factor, "num_buffers": len(self.layers) + 1}
+            options["weighs_rows"] = self.config.dispatch.weighs_rows
         return build_dispatcher(name, num_experts, self.trainer.meshes.ep, space, **options)  # type: ignore[arg-type]
 
     def balancer(self, slots: int) -> Balancer:
@@ -279,9 +282,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=44)
     parser.add_argument("--recipe", default="h200-ep2")
     parser.add_argument("--cases", nargs="*", default=[], help="such as hot_rank:1.9, or none; all by default")
+    parser.add_argument("--weighs-rows", action="store_true", help="dispatch.weighs_rows, in all symmetric modes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     config = benchmark_config(options.recipe, options.layers)
+    chosen = config.dispatch.model_copy(update={"weighs_rows": options.weighs_rows})
+    config = config.model_copy(update={"dispatch": chosen})
     folder = Path(tempfile.mkdtemp())
     with StopSignals() as stop, join_world(get_accelerator(), 120.0) as world:
         plan = plan_run(config, world.size)

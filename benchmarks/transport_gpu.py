@@ -171,7 +171,7 @@ def exchange(bench: Bench, megabytes: int, summary: dict[str, Any]) -> None:
     permutation = make_permutation(ids_TK, NUM_EXPERTS)
     counts = permutation.counts_E
     places = symmetric.places(ids_TK)
-    rows_RD, _, layout = symmetric.send(x_TD, places)
+    rows_RD, _, layout, _ = symmetric.send(x_TD, places)
     written_RD = symmetric.make_rows(x_TD.dtype).copy_(rows_RD)  # as experts write their outputs
     plain_RD = rows_RD.clone()
     send_P = counts.view(bench.size, L).sum(1)
@@ -270,7 +270,7 @@ class Layer:
 
 def layers(bench: Bench) -> dict[str, Any]:
     """Forward and backward of an MoE layer with either dispatcher, and what of the pull a decoder layer shows."""
-    summary: dict[str, Any] = {"layer_speedup": {}}
+    summary: dict[str, Any] = {"layer_speedup": {}, "layer_speedup_weighs_rows": {}}
     make = lambda name, imbalance: Workload(name, imbalance, NUM_EXPERTS, TOP_K, bench.size)  # noqa: E731
     collective = build_dispatcher("all_to_all", NUM_EXPERTS, dist.group.WORLD)
     for tokens in (4096, 16384):
@@ -280,7 +280,11 @@ def layers(bench: Bench) -> dict[str, Any]:
         theirs = bench.us(layer.moe, 5)
         layer.use(symmetric, None, make("balanced", 1.0))
         ours = bench.us(layer.moe, 5)
-        bench.add("MoE layer", tokens=tokens, us=ours, all_to_all_us=theirs)
+        weighing = SymmetricDispatcher(NUM_EXPERTS, bench.space, 0, max_tokens=tokens, num_buffers=3, weighs_rows=True)
+        layer.use(weighing, None, make("balanced", 1.0))
+        weighed = bench.us(layer.moe, 5)
+        bench.add("MoE layer", tokens=tokens, us=ours, all_to_all_us=theirs, us_weighs_rows=weighed)
+        summary["layer_speedup_weighs_rows"][tokens] = theirs / weighed
         summary["layer_speedup"][tokens] = theirs / ours
     shapes = expert_shapes(HIDDEN, INNER)
     config = BalanceConfig(num_redundant_experts_per_rank=2)

@@ -49,7 +49,7 @@ def make_tokens(generator: torch.Generator, number: int, heat: float, dtype: tor
 def plain(dispatcher: Dispatcher, kernel: str) -> Layer:
     def layer(x, ids, weights, up, down):
         arrived = dispatcher.dispatch(x, ids, weights)
-        rows = grouped_mlp(arrived.rows_RD, up, down, arrived.counts_M, kernel, arrived.make_rows)
+        rows = grouped_mlp(arrived.rows_RD, up, down, arrived.counts_M, kernel, arrived.make_rows, arrived.weights_R)
         return dispatcher.combine(rows, arrived.handle)
 
     return layer
@@ -62,7 +62,8 @@ def balanced(dispatcher: Dispatcher, balancer: Balancer, kernel: str) -> Layer:
         attached = step.attach("up", entered[0]), step.attach("down", entered[1])
         known = None if step.device_exchange is None else DeviceExchange(*step.device_exchange)
         arrived = dispatcher.dispatch(x, step.physical_ids_TK, weights, known or Exchange(*step.exchange))
-        rows = step.grouped_mlp(arrived.rows_RD, arrived.counts_M, *attached, kernel, arrived.make_rows)
+        made = arrived.make_rows, arrived.weights_R
+        rows = step.grouped_mlp(arrived.rows_RD, arrived.counts_M, *attached, kernel, *made)
         return step.leave(dispatcher.combine(rows, arrived.handle))
 
     return layer

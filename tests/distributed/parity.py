@@ -11,6 +11,7 @@ import torch.distributed as dist
 from equipoise.accelerator import get_accelerator
 from equipoise.balance_config import BalanceConfig
 from equipoise.data import Batch
+from equipoise.dispatch.config import DispatchConfig
 from equipoise.distributed.mesh import Meshes, ParallelConfig, build_meshes, derive_axes
 from equipoise.distributed.world import World, join_world
 from equipoise.models.config import ModelConfig
@@ -69,6 +70,7 @@ class Case:
     limit: float = 1e-5
     """Norm-relative difference that rounding may make."""
     compute_dtype: torch.dtype = torch.float32
+    dispatch: DispatchConfig | None = None
     workload: Workload | None = None
     """Lays the routing down; not for comparisons with plain training, whose ranks are one."""
 
@@ -157,6 +159,7 @@ def train_in_parallel(case: Case, world: World, steps: int = 3, meshes: Meshes |
         dispatcher=case.dispatcher,
         recompute=case.recompute,
         balance=case.balance,
+        dispatch=case.dispatch,
     )
     prepare(model, case)
     optimizer = build_optimizer(model, OPTIMIZER)

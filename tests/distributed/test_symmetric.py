@@ -14,17 +14,19 @@ import torch
 import torch.distributed as dist
 
 from distributed import fake_deep_ep
-from distributed.balance_rig import D, E, ForeignLayer, few_candidates, make_balancer
-from distributed.parity import relative
+from distributed.balance_rig import WEIGHTS, D, E, ForeignLayer, few_candidates, make_balancer
+from distributed.gpu_layer import balanced, run
+from distributed.parity import Case, differences, relative, toy_model, train_in_parallel, train_plainly
 from distributed.rig import Outcomes, run_scenarios
 from distributed.test_balance_runtime import Layers, compare, run_checkpointed, train
 from distributed.test_dispatch import ROUTINGS
-from equipoise.balance import Balancer, Placement, PlannerSettings, check_placement, complete_plan
+from equipoise.balance import BalanceConfig, Balancer, Placement, PlannerSettings, check_placement, complete_plan
 from equipoise.balance.device_planner import ExchangingPlanner
 from equipoise.balance.planner_host import plan_load
 from equipoise.balance.replicas import Copies, replicas_of
 from equipoise.balance.transport.symmetric import SymmetricBuffers, SymmetricTransport
 from equipoise.dispatch import SymmetricDispatcher, build_dispatcher
+from equipoise.dispatch.config import DispatchConfig
 from equipoise.distributed.mesh import Meshes, ParallelConfig
 from equipoise.distributed.world import World
 from equipoise.errors import ConfigError, RankFailure
@@ -83,6 +85,8 @@ def run_dispatcher(
         rows = ScaleInto.apply(arrived.rows_RD, scale, arrived.make_rows)
     else:
         rows = arrived.rows_RD[:number] * scale
+        if arrived.weights_R is not None:
+            rows = (rows * arrived.weights_R[:number, None]).to(dtype)
         rows = torch.cat([rows, torch.full_like(arrived.rows_RD[number:], float("nan"))])
     y_TD = dispatcher.combine(rows, arrived.handle)
     y_TD.backward(torch.randn(y_TD.shape, generator=generator).to(dtype))
@@ -101,17 +105,21 @@ def dispatch_as_all_to_all(world: World, meshes: Meshes) -> dict[str, list[str]]
     reference = build_dispatcher("all_to_all", experts, meshes.ep_group)
     found = {}
     once, everywhere = 0, 2**20  # a token to each rank, or to each of its places
-    for dtype, few_bytes, routings in (
-        (torch.float32, once, AWKWARD),
-        (torch.float16, once, AWKWARD[-1:]),
-        (torch.float32, everywhere, AWKWARD[::3]),
+    for dtype, few_bytes, routings, weighs_rows in (
+        (torch.float32, once, AWKWARD, False),
+        (torch.float16, once, AWKWARD[-1:], False),
+        (torch.float32, everywhere, AWKWARD[::3], False),
+        (torch.float32, once, AWKWARD, True),
+        (torch.float32, everywhere, AWKWARD[::3], True),
     ):
         # Any routing fits. The largest number of tokens is known beforehand, the first routing is not the largest.
-        dispatcher = SymmetricDispatcher(experts, space, 0, max_tokens=8, few_bytes=few_bytes)
+        options: dict[str, Any] = {"max_tokens": 8, "few_bytes": few_bytes, "weighs_rows": weighs_rows}
+        dispatcher = SymmetricDispatcher(experts, space, 0, **options)
         for name in routings:
             by_rank = ROUTINGS[name]
             want = run_dispatcher(reference, by_rank, world.rank, dtype)
-            for writes_into in (False, True) if name in AWKWARD[2:] else (True,):
+            ways = (False,) if weighs_rows else (False, True) if name in AWKWARD[2:] else (True,)
+            for writes_into in ways:
                 got = run_dispatcher(dispatcher, by_rank, world.rank, dtype, writes_into)
                 differing = [part for part in ("rows", "counts", "x") if not torch.equal(got[part], want[part])]
                 # Sums that the plain form makes with fused additions, or in another order.
@@ -120,7 +128,7 @@ def dispatch_as_all_to_all(world: World, meshes: Meshes) -> dict[str, list[str]]
                     differing.append("y")
                 if not torch.allclose(got["weights"], want["weights"], rtol=1e-5, atol=1e-5):
                     differing.append("weights")
-                found[f"{name} {dtype} {few_bytes} {writes_into}"] = differing
+                found[f"{name} {dtype} {few_bytes} {writes_into} {weighs_rows}"] = differing
         gc.collect()  # the interpreter has cycles of references to what it was given
         memory = dispatcher._memory
         assert memory is not None
@@ -350,6 +358,49 @@ def as_collective(world: World, meshes: Meshes) -> float:
     return difference
 
 
+def weights_with_rows(world: World, meshes: Meshes) -> dict[str, float]:
+    """Balanced SwiGLU experts that get the rows' weights from the symmetric dispatcher, against those of `all_to_all`,
+    which multiplies at the tokens' rank: largest relative differences of outputs and all gradients."""
+    space, group, found = make_space(meshes), meshes.ep_group, {}
+    assert group is not None
+    mine = slice(world.rank * E // 2, (world.rank + 1) * E // 2)
+    everybody, generator = torch.Generator().manual_seed(5), torch.Generator().manual_seed(world.rank)
+    up, down = (torch.randn(E, *shape, generator=everybody)[mine].clone() for shape in WEIGHTS.values())
+    for kernel, slots in (("triton", 2), ("loop", 1)):
+        collective, symmetric = make_balancer(group, slots), symmetric_balancer(space, meshes, slots)
+        number = symmetric.num_physical_experts
+        sending = SymmetricDispatcher(number, space, 0, max_tokens=8, weighs_rows=True)
+        layers = (
+            balanced(build_dispatcher("all_to_all", number, group), collective, "loop"),
+            balanced(sending, symmetric, kernel),
+        )
+        for tokens in (5 + world.rank, world.rank):
+            scores = torch.rand(tokens, E, generator=generator)
+            scores[:, : E // 2] += 1
+            x, gradient = (torch.randn(tokens, D, generator=generator) for _ in range(2))
+            given = x, scores.topk(2).indices.int(), torch.rand(tokens, 2, generator=generator), gradient
+            want, got = (run(layer, given, up, down) for layer in layers)
+            found[f"{kernel} {tokens}"] = max(relative(b, a) for a, b in zip(want, got))
+    return found
+
+
+def training_with_weights(world: World, meshes: Meshes) -> dict[str, Any]:
+    """The same in whole training: what differs from plain training by more than rounding."""
+    few_candidates()
+    found = {}
+    for recompute, balance in (("full", BalanceConfig(tolerance=0.0)), ("none", None)):
+        model = toy_model(num_hidden_layers=1, mlp_only_layers=(), selection_bias=True, bias_update_speed=0.0)
+        case = Case(
+            model, 2, dispatcher="symmetric", accumulate=2, lengths=(5, 3), balance=balance, selection_bias=0.4,
+            hot_experts=4, recompute=recompute, dispatch=DispatchConfig(weighs_rows=True),
+        )  # fmt: skip
+        trained = train_in_parallel(case, world, 1, meshes)
+        plain = train_plainly(case, world.size, 1)
+        assert (trained.copies > 0) == (balance is not None)
+        found[recompute] = {k: v for k, v in differences(trained, plain).items() if not v <= case.limit}
+    return found
+
+
 # Failures.
 
 
@@ -410,6 +461,8 @@ def two() -> Outcomes:
         transfers,
         balanced_layers,
         as_collective,
+        weights_with_rows,
+        training_with_weights,
         a_rank_is_missing,
         what_cannot_be,
         a_rank_does_not_come,
@@ -427,6 +480,13 @@ def test_rows_are_those_of_all_to_all(two: Outcomes) -> None:
     check_rows(two)
 
 
+def test_experts_may_multiply_by_weights_that_come_with_the_rows(two: Outcomes) -> None:
+    for found in two.of(weights_with_rows):
+        assert len(found) == 4
+        assert max(found.values()) < 1e-5, found
+    assert two.of(training_with_weights) == [{"full": {}, "none": {}}] * 2
+
+
 @pytest.mark.slow
 def test_rows_plans_and_transfers_of_four_ranks(four: Outcomes) -> None:
     check_rows(four)
@@ -435,7 +495,7 @@ def test_rows_plans_and_transfers_of_four_ranks(four: Outcomes) -> None:
 
 def check_rows(ranks: Outcomes) -> None:
     for found in ranks.of(dispatch_as_all_to_all):
-        assert len(found) == 11
+        assert len(found) == 17
         assert {name: differing for name, differing in found.items() if differing} == {}
 
 
@@ -443,8 +503,8 @@ def test_the_adapter_of_deepep_keeps_its_contract(two: Outcomes) -> None:
     """Against a stand-in for the package with its interface; the package itself needs GPUs."""
     for found in two.of(deepep_as_all_to_all):
         assert len(found) == len(AWKWARD)
-        for differences in found.values():
-            assert max(differences.values()) < 1e-5, found
+        for by_part in found.values():
+            assert max(by_part.values()) < 1e-5, found
 
 
 def test_deepep_is_asked_for_only_when_chosen(two: Outcomes) -> None:

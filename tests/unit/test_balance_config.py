@@ -36,6 +36,13 @@ def test_the_symmetric_transport_needs_plans_on_the_device() -> None:
         load_config(TrainConfig, overrides=overrides).check_world(2)
 
 
+def test_rows_between_domains_come_without_weights() -> None:
+    overrides = ["--dispatch.weighs_rows", "true", "--parallel.domain_size", "2", "--parallel.ep_size", "4"]
+    with pytest.raises(ConfigError, match=r"weighs_rows is true but parallel.domain_size 2.*ep_size 4"):
+        load_config(TrainConfig, overrides=overrides).check_world(4)
+    load_config(TrainConfig, overrides=overrides[:2]).check_world(4)
+
+
 def test_one_rank_has_nobody_to_dispatch_to() -> None:
     with pytest.raises(ConfigError, match=r"dispatcher is 'symmetric'.*ep_size is 1.*local"):
         load_config(TrainConfig, overrides=["--parallel.dispatcher", "symmetric"]).check_world(2)

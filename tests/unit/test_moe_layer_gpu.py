@@ -81,7 +81,7 @@ class Layer(nn.Module):
         step: Any = OnePlaysAll(self.up.detach()[hosted], self.down.detach()[hosted])
         arrived = self.dispatcher.dispatch(x, here, routing.weights_TK)
         counts = Counts(list, arrived.counts_M)
-        out_rows = _KernelMLP.apply(arrived.rows_RD, step, "up", "down", counts, 1, None, self.up, self.down)
+        out_rows = _KernelMLP.apply(arrived.rows_RD, step, "up", "down", counts, 1, None, None, self.up, self.down)
         y = self.dispatcher.combine(out_rows, arrived.handle)
         grads = list(torch.autograd.grad(y, (x, self.router.weight, self.up, self.down), grad))
         for index, name in ((2, "up"), (3, "down")):

@@ -54,9 +54,10 @@ layout = {"layout_ptr": "*i64"}
 for integers in ("*i32", "*i64"):
     types = piece | layout | {"x_ptr": "*bf16", "send_ptr": integers, "ids_ptr": integers, "row_ptr": "*i32",
                               "quota_ptr": "*i32", "before_ptr": "*i32", "num_tokens": "i32", "capacity": "i32",
-                              "record_offset": "i64"}
+                              "record_offset": "i64", "weight_offset": "i64", "weights_ptr": "*fp32"}
     fixed = own | two | words | dict(SENDS_ALL=False, J=36, J_PAD=64, L_PAD=32, BLOCK_T=32, WORD_BYTES=8, ALIGNED=True)
-    ptx = compile(rows.send_rows_kernel, types, **fixed)
+    compile(rows.send_rows_kernel, types, HAS_WEIGHTS=True, **fixed)
+    ptx = compile(rows.send_rows_kernel, types, HAS_WEIGHTS=False, **fixed)
     assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx
     types = group | {"tables_ptr": "*i64", "counts_ptr": integers, "quota_ptr": "*i32", "before_ptr": "*i32"}
     compile(rows.exchange_counts_kernel, types, J=36, J_PAD=64, **two)
@@ -70,12 +71,14 @@ types = layout | {"rows_ptr": "*bf16", "out_ptr": "*bf16"}
 assert "st.global.v2.b64" in compile(rows.copy_rows_kernel, types, L=18, **words)
 types = piece | layout | {"grad_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32",
                           "grad_weights_ptr": "*fp32", "num_tokens": "i32", "weight_offset": "i64"}
-for want in (True, False):
-    ptx = compile(rows.send_gradients_kernel, types, WANT_WEIGHTS=want, **features)
+for has_weights, want in ((True, True), (True, False), (False, False)):
+    ptx = compile(rows.send_gradients_kernel, types, HAS_WEIGHTS=has_weights, WANT_WEIGHTS=want, **features)
     assert "st.global.v4.b32" in ptx
-types = piece | layout | {"weights_ptr": "*fp32", "kept_ptr": "*bf16", "out_ptr": "*bf16", "num_tokens": "i32"}
-for has_weights, keeps in ((True, True), (False, False)):
-    ptx = compile(rows.gather_rows_kernel, types, HAS_WEIGHTS=has_weights, KEEPS_ROWS=keeps, **features)
+types = piece | layout | {"weights_ptr": "*fp32", "kept_ptr": "*bf16", "taken_ptr": "*fp32", "out_ptr": "*bf16",
+                          "num_tokens": "i32", "weight_offset": "i64"}
+for has_weights, keeps, takes in ((True, True, False), (False, False, False), (False, False, True)):
+    ptx = compile(rows.gather_rows_kernel, types, HAS_WEIGHTS=has_weights, KEEPS_ROWS=keeps, TAKES_WEIGHTS=takes,
+                  **features)
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 """
 PLAN = """

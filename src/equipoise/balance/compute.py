@@ -23,6 +23,7 @@ from equipoise.kernels.grouped_gemm import (
     dual_swiglu_backward,
     dual_swiglu_forward,
     dual_wgrad,
+    weighted_swiglu_backward,
 )
 from equipoise.kernels.grouped_linear import choose_grouped_linear, loop_grouped_linear
 from equipoise.kernels.grouped_mlp import loop_mlp_backward, loop_mlp_forward, product_into
@@ -151,28 +152,32 @@ class _KernelMLP(torch.autograd.Function):
     """SwiGLU experts from both storages by the Triton kernels. Saves the rows, and gate and up."""
 
     @staticmethod
-    def forward(ctx, rows_RD, step, gate_up_name, down_name, counts, num_gate_up, make_rows, *masters):
+    def forward(ctx, rows_RD, step, gate_up_name, down_name, counts, num_gate_up, make_rows, weights_R, *masters):
         gate_up, down = masters[:num_gate_up], masters[num_gate_up:]
         ctx.step, ctx.names, ctx.num_gate_up, ctx.make_rows = step, (gate_up_name, down_name), num_gate_up, make_rows
         ctx.tiles = _tiles(rows_RD, step, counts)
         slots, wait_for_slots = step.coming_slots(gate_up_name)  # they arrive behind the masters' product
-        act_RI, hidden_RI = dual_swiglu_forward(rows_RD, _stacked(gate_up), slots, ctx.tiles, wait_for_slots)
-        ctx.save_for_backward(rows_RD, hidden_RI, *masters)
+        act_RI, hidden_RI = dual_swiglu_forward(rows_RD, _stacked(gate_up), slots, ctx.tiles, wait_for_slots, weights_R)
+        ctx.save_for_backward(rows_RD, hidden_RI, weights_R, *masters)
         return dual_forward(act_RI, _stacked(down), step.slots(down_name), ctx.tiles, make_rows=make_rows)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        rows_RD, hidden_RI, *masters = ctx.saved_tensors
+        rows_RD, hidden_RI, weights_R, *masters = ctx.saved_tensors
         step, tiles, (gate_up_name, down_name) = ctx.step, ctx.tiles, ctx.names
         gate_up, down = masters[: ctx.num_gate_up], masters[ctx.num_gate_up :]
-        want_rows, want_masters = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
+        want_rows, want_masters = ctx.needs_input_grad[0], ctx.needs_input_grad[8:]
         want_gate_up, want_down = any(want_masters[: len(gate_up)]), any(want_masters[len(gate_up) :])
         grad_RD = grad_RD.contiguous()
         # Every rank does these in one order.
         wanted = want_gate_up, want_down
         slots = [step.gradient_slots(name) if want else None for name, want in zip(ctx.names, wanted)]
         step.restore()
-        grad_hidden, act_RI = dual_swiglu_backward(grad_RD, _stacked(down), step.slots(down_name), hidden_RI, tiles)
+        both, grad_weights = (_stacked(down), step.slots(down_name)), None
+        if weights_R is None:
+            grad_hidden, act_RI = dual_swiglu_backward(grad_RD, *both, hidden_RI, tiles)
+        else:
+            grad_hidden, act_RI, grad_weights = weighted_swiglu_backward(grad_RD, *both, hidden_RI, weights_R, tiles)
         grads: list[Sequence[torch.Tensor | None]] = [[None] * len(gate_up), [None] * len(down)]
         if want_down:
             grads[1] = _like(dual_wgrad(grad_RD, act_RI, tiles, step.num_masters, down[0].dtype, slots[1]), down)
@@ -187,7 +192,7 @@ class _KernelMLP(torch.autograd.Function):
         for name, want, gradients in zip(ctx.names, wanted, grads):
             if want:
                 step.send_gradients(name, gradients)
-        return grad_rows, None, None, None, None, None, None, *grads[0], *grads[1]
+        return grad_rows, None, None, None, None, None, None, grad_weights, *grads[0], *grads[1]
 
 
 def _loop_product(rows: torch.Tensor, weights: Sequence[torch.Tensor], counts: Sequence[int], transposed: bool):
@@ -323,14 +328,19 @@ def dual_mlp(
     down: "Attached",
     kernel: str = "auto",
     make_rows: RowMaker | None = None,
+    weights_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """SwiGLU experts, gate rows first in `gate_up` [2 * I, D]; `down` is [D, I]. The `triton` form writes its result
-    and the rows' gradient to what `make_rows` makes."""
+    and the rows' gradient to what `make_rows` makes. `weights_R` (float32) multiply the outputs."""
     step = gate_up.step
     choice = choose_grouped_linear(rows_RD.device, rows_RD.dtype, kernel)
     names, number = (gate_up.name, down.name), len(gate_up.tensors)
     if choice.name == "triton":
-        return _KernelMLP.apply(rows_RD, step, *names, counts, number, make_rows, *gate_up.tensors, *down.tensors)
+        tensors = *gate_up.tensors, *down.tensors
+        return _KernelMLP.apply(rows_RD, step, *names, counts, number, make_rows, weights_R, *tensors)
+    if weights_R is not None:
+        out = dual_mlp(rows_RD, counts, gate_up, down, kernel)
+        return (out * weights_R[:, None]).to(out.dtype)
     if choice.fn is loop_grouped_linear:
         here = counts.host if step.has_replicas else counts.host[: step.num_masters]
         return _FusedMLP.apply(rows_RD, step, *names, here, number, *gate_up.tensors, *down.tensors)

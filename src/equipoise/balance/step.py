@@ -231,9 +231,10 @@ class Step:
         down: Attached,
         kernel: str = "auto",
         make_rows: RowMaker | None = None,
+        weights_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """SwiGLU experts in one piece: `gate_up` [2 * I, D] with the gate rows first, `down` [D, I]. `make_rows`: what
-        the dispatcher gave, if the result goes to its `combine` as it is.
+        the dispatcher gave, if the result goes to its `combine` as it is. `weights_R`: float32, to multiply outputs by.
 
         Raises:
             PlanError: the rows that arrived are not those that the plan sent (checked where the counts are on the CPU).
@@ -241,7 +242,7 @@ class Step:
         known = self._counts(counts, rows_RD.device)
         if rows_RD.device.type == "cpu" and known.host != self.counts:
             raise PlanError(f"{self.where}: rows {known.host} arrived, the plan sent {self.counts}")
-        return dual_mlp(rows_RD, known, gate_up, down, kernel, make_rows)
+        return dual_mlp(rows_RD, known, gate_up, down, kernel, make_rows, weights_R)
 
     def _counts(self, counts: torch.Tensor | Sequence[int], device: torch.device) -> Counts:
         if isinstance(counts, torch.Tensor):

@@ -154,6 +154,7 @@ class Switch:
         if space is not None and chosen in ("auto", "symmetric"):
             kept = len(self.layers) if config.train.recompute == "none" else 1
             options = {"capacity_factor": 0, "num_buffers": config.dispatch.num_buffers or kept + 1}
+            options["weighs_rows"] = config.dispatch.weighs_rows
         plain = build_dispatcher(chosen, config.model.num_experts, trainer.meshes.ep, space, **options)
         self._dispatchers[OFF] = CountingDispatcher(plain)
 

@@ -20,6 +20,10 @@ class DispatchConfig(Config):
     """Pieces of memory for rows, of which there is one more than this: one for each MoE layer whose backward waits for
     them (with fewer, rows are copied), and two for the exchange under way. 0 takes as many as the layers and recompute
     ask for."""
+    weighs_rows: bool = False
+    """Whether tokens' weights go along with them, and experts multiply by these. Outputs then need not be kept for
+    the weights' gradients: tokens x top_k x hidden_size elements of each MoE layer. Equal but for rounding. Tested on
+    CPUs; it has not run on GPUs yet."""
 
     def factor(self, is_balanced: bool) -> float:
         """`capacity_factor` of the dispatcher; 0 is the worst case."""

@@ -44,11 +44,14 @@ class DomainDispatcher(GroupDispatcher):
         near: of this rank's domain, which is S consecutive ranks of the group, with the experts of these.
 
     Raises:
-        ValueError: the domain's ranks are others, or its experts.
+        ValueError: the domain's ranks are others, or its experts; or `near` weighs rows, whose weights messages do not
+            carry.
     """
 
     def __init__(self, num_experts: int, group: Group, near: SymmetricDispatcher) -> None:
         super().__init__(num_experts, group)
+        if near.weighs_rows:
+            raise ValueError("the dispatcher within a domain cannot weigh rows: others come without weights")
         live = live_group(group)
         self.near, self.far = near, AllToAllDispatcher(num_experts, group)
         first = dist.get_rank(live) - near.space.rank

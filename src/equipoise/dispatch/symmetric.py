@@ -10,6 +10,9 @@ One exchange each way, in the forward and in the backward:
     dispatch             tokens to the experts' ranks       backward: gradients read from there, summed
     combine              outputs read from there, summed    backward: gradients to the experts' ranks, weighted there
 
+Where the experts multiply by the rows' weights (`weighs_rows`), these go with the tokens, and their gradients come back
+with the rows'. Combine adds what is there and keeps nothing, and its backward sends plain gradients.
+
 All of them use equal pieces of memory, lent as tensors (`LeasedMemory`). Arrived rows keep theirs until the backward,
 so that saving them costs no copy; a forward that would take one of the last two copies rows out of it, since an
 exchange that is under way needs two: one that rows arrive in, and one that the experts write to.
@@ -78,9 +81,12 @@ def _rounded(num_bytes: int) -> int:
 
 
 class _Handle(NamedTuple):
+    """weights_TK: None where the experts have multiplied by them."""
+
     layout: RowLayout
-    weights_TK: torch.Tensor
+    weights_TK: torch.Tensor | None
     record_C: torch.Tensor
+    shape_TK: tuple[int, int]
 
 
 class SymmetricDispatcher:
@@ -93,6 +99,7 @@ class SymmetricDispatcher:
         max_tokens: largest T that will come; 0 takes that of the first dispatch, over all ranks.
         num_buffers: one more than the forwards whose arrived rows are kept at once. There is one piece of memory more.
         few_bytes: see `FEW_BYTES`; the same on every rank.
+        weighs_rows: experts get the rows' weights and multiply by them.
     """
 
     def __init__(
@@ -103,11 +110,12 @@ class SymmetricDispatcher:
         max_tokens: int = 0,
         num_buffers: int = 5,
         few_bytes: int = FEW_BYTES,
+        weighs_rows: bool = False,
     ) -> None:
         self.space, self.num_experts, self.num_ranks = space, num_experts, space.num_ranks
         self.num_local_experts = num_experts // space.num_ranks
         self.capacity_factor, self.max_tokens, self.num_buffers = capacity_factor, max_tokens, num_buffers
-        self.few_bytes, self.launch = few_bytes, row_launch(space.device)
+        self.few_bytes, self.launch, self.weighs_rows = few_bytes, row_launch(space.device), weighs_rows
         names = ("count exchange", "dispatch", "combine", "backward of combine", "backward of dispatch")
         self._counts, self._dispatch, self._combine, self._combine_backward, self._dispatch_backward = map(
             space.channel, names
@@ -188,14 +196,19 @@ class SymmetricDispatcher:
         self.space.check()
         self.reserve(ids_TK.shape[0], ids_TK.shape[1], x_TD.shape[1], x_TD.element_size())
         found: list[_Handle] = []
-        rows_CD = _Dispatch.apply(x_TD, self, self.places(ids_TK, exchange), weights_TK.detach(), found)
+        places = self.places(ids_TK, exchange)
+        if self.weighs_rows:
+            rows_CD, weights_C = _Dispatch.apply(x_TD, weights_TK.float(), self, places, found)
+            handle = found[0]
+            return Dispatched(rows_CD, handle.layout.counts_L, handle, self.make_rows, weights_C)
+        rows_CD = _Dispatch.apply(x_TD, None, self, places, found)
         handle = found[0]._replace(weights_TK=weights_TK)
         return Dispatched(rows_CD, handle.layout.counts_L, handle, self.make_rows)
 
     def combine(self, rows_RD: torch.Tensor, handle: _Handle) -> torch.Tensor:
         """See `Dispatcher`. Rows that are in memory of `Dispatched.make_rows` are not copied."""
-        keeps = torch.is_grad_enabled() and handle.weights_TK.requires_grad
-        return _Combine.apply(rows_RD, handle.weights_TK, self, handle.layout, handle.record_C, keeps)
+        keeps = handle.weights_TK is not None and torch.is_grad_enabled() and handle.weights_TK.requires_grad
+        return _Combine.apply(rows_RD, handle.weights_TK, self, handle.layout, handle.record_C, handle.shape_TK, keeps)
 
     def make_rows(self, dtype: torch.dtype) -> torch.Tensor:
         """[C, D] in a free piece; in plain memory if there is none, or for another dtype."""
@@ -244,18 +257,23 @@ class SymmetricDispatcher:
             )
         return free[0], is_last
 
-    def send(self, x_TD: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor, RowLayout]:
-        """Rows [C, D] that arrived here, their records [C], and where this rank's went."""
+    def send(
+        self, x_TD: torch.Tensor, places: Places, weights_TK: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, RowLayout, torch.Tensor | None]:
+        """Rows [C, D] that arrived here, their records [C], where this rank's went, and the rows' weights [C]."""
         memory = self._memory
         assert memory is not None
         number, is_copied = self._find_piece(is_kept=True)
         rows = memory.pieces.lend(number, memory.rows(x_TD.dtype))
         record_C = memory.pieces.lend(number, self._records)
+        weights_C = None if weights_TK is None else memory.pieces.lend(number, self._weights)
         exchange = self._exchanges[self._dispatch]
-        layout = send_rows(exchange, number, x_TD, places, memory.capacity)
+        layout = send_rows(exchange, number, x_TD, places, memory.capacity, weights_TK)
         if not exchange.sends_all:
             spread_rows(rows, record_C, layout, places.ids_TK.shape[1], self.launch)
-        return (rows.clone(), record_C.clone(), layout) if is_copied else (rows, record_C, layout)
+        if is_copied:
+            return rows.clone(), record_C.clone(), layout, None if weights_C is None else weights_C.clone()
+        return rows, record_C, layout, weights_C
 
     def collect(
         self,
@@ -265,9 +283,10 @@ class SymmetricDispatcher:
         shape_TK: tuple[int, int],
         weights_TK: torch.Tensor | None,
         keeps: bool,
+        given_C: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's tokens' sums of (weighted) rows at their experts' ranks, and the rows [T * K, D] if they are
-        kept; those of slots without an id are 0."""
+        kept, or their part [T, K] of what the experts' ranks give (float32); those of slots without an id are 0."""
         memory = self._memory
         assert memory is not None
         number, rows = memory.pieces.number_of(rows_RD), rows_RD
@@ -275,15 +294,19 @@ class SymmetricDispatcher:
             number, _ = self._find_piece(is_kept=False)
             rows = memory.pieces.lend(number, memory.rows(rows_RD.dtype))
             copy_rows(rows_RD, rows, layout, self.launch)
-        return gather_rows(self._exchanges[channel], number, layout, shape_TK, rows, weights_TK, keeps)
+        if given_C is not None:
+            memory.pieces.lend(number, self._weights).copy_(given_C)
+        takes = given_C is not None
+        return gather_rows(self._exchanges[channel], number, layout, shape_TK, rows, weights_TK, keeps, takes)
 
     def send_weighted(
         self,
         grad_TD: torch.Tensor,
         rows_SD: torch.Tensor | None,
-        weights_TK: torch.Tensor,
+        weights_TK: torch.Tensor | None,
         layout: RowLayout,
         record_C: torch.Tensor,
+        shape_TK: tuple[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gradients [C, D] of this rank's experts' outputs, and with `rows_SD` those of the weights."""
         memory = self._memory
@@ -291,35 +314,40 @@ class SymmetricDispatcher:
         number, _ = self._find_piece(is_kept=False)
         rows = memory.pieces.lend(number, memory.rows(grad_TD.dtype))
         exchange = self._exchanges[self._combine_backward]
-        grad_weights = send_gradients(exchange, number, grad_TD, rows_SD, weights_TK, layout)
+        grad_weights = send_gradients(exchange, number, grad_TD, rows_SD, weights_TK, layout, shape_TK)
         if not exchange.sends_all:
-            weights_C = memory.pieces.lend(number, self._weights)
-            spread_rows(rows, record_C, layout, weights_TK.shape[1], self.launch, weights_C)
+            weights_C = None if weights_TK is None else memory.pieces.lend(number, self._weights)
+            spread_rows(rows, record_C, layout, shape_TK[1], self.launch, weights_C)
         return rows, grad_weights
 
 
 class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TD, dispatcher, places, weights_TK, found):
-        rows_CD, record_C, layout = dispatcher.send(x_TD.contiguous(), places)
-        ctx.dispatcher, ctx.layout, ctx.shape_TK = dispatcher, layout, places.ids_TK.shape
-        found.append(_Handle(layout, weights_TK, record_C))  # as outputs they would be in a cycle of references
-        return rows_CD
+    """Rows, and with weights those of the rows too."""
 
     @staticmethod
-    def backward(ctx, grad_CD):
+    def forward(ctx, x_TD, weights_TK, dispatcher, places, found):
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        rows_CD, record_C, layout, weights_C = dispatcher.send(x_TD.contiguous(), places, weights_TK)
+        ctx.dispatcher, ctx.layout, ctx.shape_TK = dispatcher, layout, tuple(places.ids_TK.shape)
+        found.append(_Handle(layout, None, record_C, ctx.shape_TK))  # as outputs they would be in a cycle of references
+        return rows_CD if weights_C is None else (rows_CD, weights_C)
+
+    @staticmethod
+    def backward(ctx, grad_CD, grad_weights_C=None):
         channel, rows_CD = ctx.dispatcher._dispatch_backward, grad_CD.contiguous()
-        grad_TD, _ = ctx.dispatcher.collect(channel, rows_CD, ctx.layout, ctx.shape_TK, None, keeps=False)
-        return grad_TD, None, None, None, None
+        grad_TD, grad_weights_TK = ctx.dispatcher.collect(
+            channel, rows_CD, ctx.layout, ctx.shape_TK, None, keeps=False, given_C=grad_weights_C
+        )
+        return grad_TD, grad_weights_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_TK, dispatcher, layout, record_C, keeps):
-        weights_TK = weights_TK.contiguous()
-        channel, rows_RD, shape_TK = dispatcher._combine, rows_RD.contiguous(), weights_TK.shape
+    def forward(ctx, rows_RD, weights_TK, dispatcher, layout, record_C, shape_TK, keeps):
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        channel, rows_RD = dispatcher._combine, rows_RD.contiguous()
         y_TD, rows_SD = dispatcher.collect(channel, rows_RD, layout, shape_TK, weights_TK, keeps)
-        ctx.dispatcher, ctx.layout = dispatcher, layout
+        ctx.dispatcher, ctx.layout, ctx.shape_TK = dispatcher, layout, shape_TK
         ctx.save_for_backward(rows_SD, weights_TK, record_C)  # not kept on ctx, which outlives the backward
         return y_TD
 
@@ -327,6 +355,6 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_TD):
         rows_SD, weights_TK, record_C = ctx.saved_tensors
         grad_rows, grad_weights = ctx.dispatcher.send_weighted(
-            grad_TD.contiguous(), rows_SD, weights_TK, ctx.layout, record_C
+            grad_TD.contiguous(), rows_SD, weights_TK, ctx.layout, record_C, ctx.shape_TK
         )
-        return grad_rows, grad_weights, None, None, None, None
+        return grad_rows, grad_weights, None, None, None, None, None

@@ -139,11 +139,14 @@ def exchange_counts(
     return quota_J, before_J
 
 
-def _sending(sends_all: bool, J: int, L: int, K: int, W: int, words: Words, block_t: int) -> tuple[Any, dict[str, Any]]:
+def _sending(
+    sends_all: bool, has_weights: bool, J: int, L: int, K: int, W: int, words: Words, block_t: int
+) -> tuple[Any, dict[str, Any]]:
     from equipoise.kernels.rows_triton import send_rows_kernel
 
     return send_rows_kernel, {
         "SENDS_ALL": sends_all,
+        "HAS_WEIGHTS": has_weights,
         "J": J,
         "L": L,
         "K": K,
@@ -158,12 +161,20 @@ def _sending(sends_all: bool, J: int, L: int, K: int, W: int, words: Words, bloc
     }
 
 
-def send_rows(exchange: Exchange, piece: int, x_TD: torch.Tensor, places: Places, capacity: int) -> RowLayout:
-    """Each token to the places of its slots with an id. `piece`: the one that this rank names; `capacity`: C."""
+def send_rows(
+    exchange: Exchange,
+    piece: int,
+    x_TD: torch.Tensor,
+    places: Places,
+    capacity: int,
+    weights_TK: torch.Tensor | None = None,
+) -> RowLayout:
+    """Each token to the places of its slots with an id, and its weights (float32) if they are given. `piece`: the one
+    that this rank names; `capacity`: C."""
     (T, K), J, device = places.ids_TK.shape, places.send_J.shape[0], x_TD.device
     L, (words, W) = J // exchange.num_ranks, _words(x_TD)
     layout = RowLayout.empty(T * K, L, device)
-    form = exchange.sends_all, J, L, K, W, words, 32 if device.type != "cpu" else 16
+    form = exchange.sends_all, weights_TK is not None, J, L, K, W, words, 32 if device.type != "cpu" else 16
     launcher = exchange.launcher(form, _sending)
     launcher(
         exchange.grid.programs,
@@ -174,10 +185,12 @@ def send_rows(exchange: Exchange, piece: int, x_TD: torch.Tensor, places: Places
         places.before_J,
         places.ids_TK,
         places.row_TK,
+        layout.table if weights_TK is None else weights_TK,
         layout.table,
         T,
         capacity,
         exchange.record_offset,
+        exchange.weight_offset,
     )
     return layout
 
@@ -227,7 +240,7 @@ def copy_rows(rows_RD: torch.Tensor, out_CD: torch.Tensor, layout: RowLayout, gr
 
 
 def _gathering(
-    L: int, K: int, D: int, item_bytes: int, aligned: bool, has_weights: bool, keeps: bool
+    L: int, K: int, D: int, item_bytes: int, aligned: bool, has_weights: bool, keeps: bool, takes: bool
 ) -> tuple[Any, dict[str, Any]]:
     from equipoise.kernels.rows_triton import gather_rows_kernel
 
@@ -239,6 +252,7 @@ def _gathering(
         "ALIGNED": aligned,
         "HAS_WEIGHTS": has_weights,
         "KEEPS_ROWS": keeps,
+        "TAKES_WEIGHTS": takes,
         "BLOCK": _block(D, 4096),
     }
 
@@ -251,22 +265,27 @@ def gather_rows(
     like_CD: torch.Tensor,
     weights_TK: torch.Tensor | None,
     keeps: bool,
+    takes: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The sums [T, D] over each token's slots of (weight times) the row in the piece that its expert's rank has named,
-    in FP32, in the dtype of `like_CD`, this rank's rows. `keeps`: also the rows themselves [T * K, D]."""
+    in FP32, in the dtype of `like_CD`, this rank's rows. `keeps`: also the rows themselves [T * K, D]; or `takes`: also
+    what lies there as their weights, float32 [T, K]."""
     (T, K), D = shape_TK, like_CD.shape[1]
     dtype, device, has_weights = like_CD.dtype, like_CD.device, weights_TK is not None
     out_TD = torch.empty(T, D, dtype=dtype, device=device)
-    kept_SD = torch.empty(T * K, D, dtype=dtype, device=device) if keeps else None
-    form = layout.num_local, K, D, dtype.itemsize, _words(like_CD)[0].aligned, has_weights, keeps
+    more = torch.empty(T * K, D, dtype=dtype, device=device) if keeps else None
+    more = torch.empty(T, K, dtype=torch.float32, device=device) if takes else more
+    form = layout.num_local, K, D, dtype.itemsize, _words(like_CD)[0].aligned, has_weights, keeps, takes
     weights = layout.table if weights_TK is None else weights_TK
-    kept = out_TD if kept_SD is None else kept_SD
-    exchange.launcher(form, _gathering)(exchange.grid.programs, piece, layout.table, weights, kept, out_TD, T)
-    return out_TD, kept_SD
+    kept, taken = more if keeps else out_TD, more if takes else layout.table
+    exchange.launcher(form, _gathering)(
+        exchange.grid.programs, piece, layout.table, weights, kept, taken, out_TD, T, exchange.weight_offset
+    )
+    return out_TD, more
 
 
 def _sending_gradients(
-    L: int, K: int, D: int, item_bytes: int, aligned: bool, wants_weights: bool
+    L: int, K: int, D: int, item_bytes: int, aligned: bool, has_weights: bool, wants_weights: bool
 ) -> tuple[Any, dict[str, Any]]:
     from equipoise.kernels.rows_triton import send_gradients_kernel
 
@@ -276,6 +295,7 @@ def _sending_gradients(
         "D": D,
         "ITEM_BYTES": item_bytes,
         "ALIGNED": aligned,
+        "HAS_WEIGHTS": has_weights,
         "WANT_WEIGHTS": wants_weights,
         "BLOCK": _block(D, 4096),
     }
@@ -286,22 +306,24 @@ def send_gradients(
     piece: int,
     grad_TD: torch.Tensor,
     rows_SD: torch.Tensor | None,
-    weights_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
     layout: RowLayout,
+    shape_TK: tuple[int, int],
 ) -> torch.Tensor | None:
-    """Each token's gradient to the heads of its slots, and their weights; here to all of its slots, weighted. Returns
-    the weights' gradients if there are `rows_SD` [T * K, D], the rows that were summed."""
-    (T, K), D = weights_TK.shape, grad_TD.shape[1]
-    grad_weights = None if rows_SD is None else torch.empty_like(weights_TK)
+    """Each token's gradient to the heads of its slots, and their weights if there are; here to all of its slots,
+    weighted. Returns the weights' gradients if there are `rows_SD` [T * K, D], the rows that were summed."""
+    (T, K), D = shape_TK, grad_TD.shape[1]
+    grad_weights = None if rows_SD is None or weights_TK is None else torch.empty_like(weights_TK)
     aligned = _words(grad_TD)[0].aligned
-    form = layout.num_local, K, D, grad_TD.element_size(), aligned, rows_SD is not None
+    form = layout.num_local, K, D, grad_TD.element_size(), aligned, weights_TK is not None, grad_weights is not None
+    weights = layout.table if weights_TK is None else weights_TK
     exchange.launcher(form, _sending_gradients)(
         exchange.grid.programs,
         piece,
         grad_TD,
         grad_TD if rows_SD is None else rows_SD,
-        weights_TK,
-        weights_TK if grad_weights is None else grad_weights,
+        weights,
+        weights if grad_weights is None else grad_weights,
         layout.table,
         T,
         exchange.weight_offset,

@@ -131,7 +131,11 @@ def _address_tokens(
             tl.store(status + NEEDED_ROWS, needed.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["channel", "rank", "piece", "num_tokens", "piece_bytes", "record_offset", "capacity"])
+@triton.jit(
+    do_not_specialize=[
+        "channel", "rank", "piece", "num_tokens", "piece_bytes", "record_offset", "weight_offset", "capacity"
+    ]
+)  # fmt: skip
 def send_rows_kernel(
     control_ptr,
     pads_ptr,
@@ -146,11 +150,14 @@ def send_rows_kernel(
     before_ptr,  # int32 [J], those of the ranks before this one
     ids_ptr,  # [T, K], physical
     row_ptr,  # [T, K], places among this rank's rows, sorted by physical expert
+    weights_ptr,  # float32 [T, K]
     layout_ptr,  # out
     num_tokens,
     capacity,
     record_offset,  # of the records in a piece
+    weight_offset,  # of the rows' weights in a piece
     SENDS_ALL: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
     J: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
@@ -165,7 +172,8 @@ def send_rows_kernel(
     P_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Finds the places, then sends each token once to each other rank that it goes to, or to every place."""
+    """Finds the places, then sends each token once to each other rank that it goes to, or to every place; and with
+    weights each slot's to its place."""
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
     _address_tokens(
         control_ptr, send_ptr, quota_ptr, before_ptr, ids_ptr, row_ptr, layout_ptr, rank, capacity, num_tokens,
@@ -192,6 +200,9 @@ def send_rows_kernel(
                 tl.store(target + w, words, mask=w < width)
                 if start == 0:
                     tl.store((base + record_offset).to(tl.pointer_type(tl.int32)) + place, record, mask=is_row)
+                    if HAS_WEIGHTS:
+                        weight = tl.load(weights_ptr + slot)
+                        tl.store((base + weight_offset).to(tl.pointer_type(tl.float32)) + place, weight, mask=is_row)
     end_run(control_ptr, pads_ptr, channel, rank, run, tl.num_programs(0), P, P_PAD)
 
 
@@ -216,13 +227,15 @@ def send_gradients_kernel(
     D: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
     ALIGNED: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
     WANT_WEIGHTS: tl.constexpr,
     P: tl.constexpr,
     P_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Backward of the weighted sum: each token's gradient once to each of its ranks, and each slot's weight to its
-    place, or times the weight to each place; and <gradient, row>, the weight's gradient."""
+    place, or times the weight to each place; and <gradient, row>, the weight's gradient. Or of the plain sum: the
+    gradient alone."""
     dtype: tl.constexpr = grad_ptr.dtype.element_ty
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
     wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
@@ -236,8 +249,9 @@ def send_gradients_kernel(
             record = tl.load(record_ptr + slot)
             is_own = record & OWN > 0
             is_sent = is_row & ((record < FOLLOWER) | is_own)
-            weight = tl.load(weights_ptr + slot).to(tl.float32)
-            tl.store((base + weight_offset).to(tl.pointer_type(tl.float32)) + place, weight, mask=is_row)
+            if HAS_WEIGHTS:
+                weight = tl.load(weights_ptr + slot).to(tl.float32)
+                tl.store((base + weight_offset).to(tl.pointer_type(tl.float32)) + place, weight, mask=is_row)
             target = (base + place * (D * ITEM_BYTES)).to(tl.pointer_type(dtype))
             if ALIGNED:
                 target = tl.multiple_of(target, 16)
@@ -245,8 +259,10 @@ def send_gradients_kernel(
             for start in tl.static_range(0, D, BLOCK):
                 d = start + tl.arange(0, BLOCK)
                 grad = tl.load(grad_ptr + (zero + token) * D + d, mask=d < D, other=0.0)
-                weighted = (grad.to(tl.float32) * weight).to(dtype)
-                tl.store(target + d, tl.where(is_own, weighted, grad), mask=d < tl.where(is_sent, D, 0))
+                sent = grad
+                if HAS_WEIGHTS:
+                    sent = tl.where(is_own, (grad.to(tl.float32) * weight).to(dtype), grad)
+                tl.store(target + d, sent, mask=d < tl.where(is_sent, D, 0))
                 if WANT_WEIGHTS:
                     row = tl.load(rows_ptr + slot * D + d, mask=d < tl.where(is_row, D, 0), other=0.0)
                     products += grad.to(tl.float32) * row.to(tl.float32)
@@ -322,7 +338,7 @@ def _load_peer_row(
     return tl.load(row + d, mask=d < tl.where(is_row, D, 0), other=0.0), is_row
 
 
-@triton.jit(do_not_specialize=["channel", "rank", "piece", "num_tokens", "piece_bytes"])
+@triton.jit(do_not_specialize=["channel", "rank", "piece", "num_tokens", "piece_bytes", "weight_offset"])
 def gather_rows_kernel(
     control_ptr,
     pads_ptr,
@@ -334,8 +350,10 @@ def gather_rows_kernel(
     layout_ptr,
     weights_ptr,  # [T, K]
     kept_ptr,  # [T * K, D], out: the rows themselves
+    taken_ptr,  # float32 [T, K], out: what lies at the peers as the rows' weights
     out_ptr,  # [T, D]
     num_tokens,
+    weight_offset,
     L: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -343,6 +361,7 @@ def gather_rows_kernel(
     ALIGNED: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     KEEPS_ROWS: tl.constexpr,
+    TAKES_WEIGHTS: tl.constexpr,
     P: tl.constexpr,
     P_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -355,6 +374,12 @@ def gather_rows_kernel(
     target_ptr = _targets(layout_ptr, L)
     zero = tl.zeros([], tl.int64)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        if TAKES_WEIGHTS:
+            for k in tl.static_range(K):
+                slot = (zero + token) * K + k
+                is_there, base, place = _locate(slot, target_ptr, named_ptr, pieces_ptr, piece_bytes)
+                theirs = (base + weight_offset).to(tl.pointer_type(tl.float32)) + place
+                tl.store(taken_ptr + slot, tl.load(theirs, mask=is_there, other=0.0))
         for start in tl.static_range(0, D, BLOCK):
             d = start + tl.arange(0, BLOCK)
             first = (zero + token) * K

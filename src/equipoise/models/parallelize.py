@@ -141,6 +141,7 @@ def build_parallel_model(
         options = {
             "capacity_factor": chosen.factor(balance is not None),
             "num_buffers": chosen.num_buffers or kept + 1,  # and the exchange under way
+            "weighs_rows": chosen.weighs_rows,
         }
     shared_dispatcher = build_dispatcher(dispatcher, num_physical_experts, meshes.ep, space, **options)
     if isinstance(shared_dispatcher, LocalDispatcher) and kernel.name == "triton" and balance is None:

@@ -53,9 +53,15 @@ class BalancedExperts:
             return DeviceExchange(*self.step.device_exchange)
         return None if self.step.exchange is None else Exchange(*self.step.exchange)
 
-    def experts(self, rows_RD: torch.Tensor, counts_M: torch.Tensor, make_rows: RowMaker | None = None) -> torch.Tensor:
+    def experts(
+        self,
+        rows_RD: torch.Tensor,
+        counts_M: torch.Tensor,
+        make_rows: RowMaker | None = None,
+        weights_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """In place of `Experts`; rows and counts are those of the physical experts here."""
-        return self.step.grouped_mlp(rows_RD, counts_M, self.gate_up, self.down, self.kernel, make_rows)
+        return self.step.grouped_mlp(rows_RD, counts_M, self.gate_up, self.down, self.kernel, make_rows, weights_R)
 
     def leave(self, y_TD: torch.Tensor) -> torch.Tensor:
         """On the combined output."""

@@ -117,6 +117,11 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
             f"parallel.dispatcher is {config.parallel.dispatcher!r} but parallel.ep_size is 1: there is no other "
             "rank to send rows to. Choose auto or local, or a larger ep_size"
         )
+    if config.dispatch.weighs_rows and axes.domain < axes.ep:
+        raise ConfigError(
+            f"dispatch.weighs_rows is true but parallel.domain_size {axes.domain} is smaller than parallel.ep_size "
+            f"{axes.ep}: rows between domains go as messages, which carry no weights. Set one of the two to its default"
+        )
     if config.balance is not None:
         _check_balance(config.balance, axes)
     synthetic_workload(config, axes)
