@@ -180,9 +180,8 @@ def wait_behind_a_kernel_that_gave_up(raises: bool) -> None:
         if time.monotonic() - started > 1:
             raise RankFailure("waited for rank 1 on the device")
 
-    watch.add_check(check)
     watch.start()
-    with watch.operation("step 2"):
+    with watch.checking(check), watch.operation("step 2"):
         if raises:
             time.sleep(1.2)
             check()
@@ -200,6 +199,37 @@ def test_a_host_that_finds_it_out_by_itself_raises() -> None:
     (outcome,) = observe_ranks(wait_behind_a_kernel_that_gave_up, 1, True, deadline_s=30)
     assert outcome.exit_code == 1
     assert outcome.traceback.endswith("RankFailure: waited for rank 1 on the device\n")
+
+
+def go_on_after_a_finding() -> int:
+    """Longer than a process with a finding has: by short operations, after a finding that was none, and after the
+    context of the check, as a second trainer in a process does."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    watch = Watch(Board(store), Status.of_this_process(0), 1, store_host="here", deadline_s=60, beat_s=0.1, grace_s=1)
+    watch.start()
+    found = True
+
+    def check() -> None:
+        if found:
+            raise RankFailure("a kernel has given up")
+
+    with watch.checking(lambda: None), watch.checking(check), watch.operation("with operations"):
+        for _ in range(5):
+            time.sleep(0.3)
+            with watch.operation("inner"):
+                pass
+        found = False
+        time.sleep(0.6)
+        found = True
+        time.sleep(0.3)
+    with watch.operation("without the check"):
+        time.sleep(1.5)
+    watch.stop(None)
+    return len(watch._checks)
+
+
+def test_a_finding_ends_no_process_that_goes_on_nor_one_that_has_left_the_check_behind() -> None:
+    assert run_ranks(go_on_after_a_finding, 1, deadline_s=30) == [0]
 
 
 def lose_the_store() -> None:

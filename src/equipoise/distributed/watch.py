@@ -161,14 +161,20 @@ class Watch:
         with self._lock:
             self._progressed = time.monotonic()
 
-    def add_check(self, check: Callable[[], None]) -> None:
-        """Has the watchdog call `check` several times a second, from its thread, until it raises.
+    @contextlib.contextmanager
+    def checking(self, check: Callable[[], None]) -> Iterator[None]:
+        """In this context the watchdog calls `check` several times a second, from its thread, while an operation runs.
 
         For failures that the host could learn of while it waits for a device that will not answer any more: a kernel
-        has given up, and a collective queued behind it waits for a rank that is gone. The process has `grace_s` to
-        raise by itself; then it ends with WATCHDOG_EXIT_CODE and what `check` raised. `check` must not block.
+        has given up, and a collective queued behind it waits for a rank that is gone. The process has FOUND_S, or
+        `grace_s` if that is less, to raise by itself or to come to another operation; then it ends with
+        WATCHDOG_EXIT_CODE and what `check` raised. `check` must not block.
         """
-        self._checks.append(check)
+        self._checks = [*self._checks, check]  # lists are replaced, since the watchdog walks through them
+        try:
+            yield
+        finally:
+            self._checks = [known for known in self._checks if known is not check]
 
     def _finding(self) -> str | None:
         """What a check has found."""
@@ -176,7 +182,7 @@ class Watch:
             try:
                 check()
             except Exception as error:
-                return str(error)
+                return describe(error)
         return None
 
     def _note_failure(self, error: BaseException) -> None:
@@ -237,6 +243,8 @@ class Watch:
                 found_at = found_at or time.monotonic()
                 late = late or time.monotonic() - max(progressed, found_at) > min(self._grace_s, FOUND_S)
                 reason = finding
+            else:
+                found_at = None
             if late:
                 message = self._explain(operation, reason)
                 with self._lock:

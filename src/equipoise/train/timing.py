@@ -78,9 +78,13 @@ class StepTimes:
     def __init__(self, start: Event, spans: list[tuple[Phase, Event, Event]], end: Event, unused: list[Event]) -> None:
         self._start, self._spans, self._end, self._unused = start, spans, end, unused
 
+    def wait(self) -> None:
+        """Until the device is done with the step."""
+        self._end.synchronize()
+
     def seconds(self) -> dict[str, float]:
         """Waits for the step: `time_step_s` (all of it) and `time_<phase>_s`. May be called once."""
-        self._end.synchronize()
+        self.wait()
         seconds = {f"time_{name}_s": 0.0 for name in ("step", *PHASES)}
         seconds["time_step_s"] = self._start.elapsed_ms(self._end) / 1000
         for name, start, stop in self._spans:

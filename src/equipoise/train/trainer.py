@@ -2,10 +2,11 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -24,6 +25,7 @@ from equipoise.data import Datasets, Loader, eval_batches
 from equipoise.distributed.agree import raise_together
 from equipoise.distributed.collectives import all_reduce_sum
 from equipoise.distributed.mesh import build_meshes
+from equipoise.distributed.watch import bounded
 from equipoise.distributed.world import World
 from equipoise.errors import CheckpointError, NonFiniteLossError
 from equipoise.models.config import TRAINING_ONLY, ModelConfig
@@ -45,6 +47,15 @@ if TYPE_CHECKING:
     from equipoise.observe.recorder import LoadRecorder
 
 logger = logging.getLogger(__name__)
+LAST_LINE_S = 2.0
+"""Allowed for the device to be done with the last step of a run that has failed, so that its line can be written."""
+
+
+class _Unlogged(NamedTuple):
+    """A step whose line is not written yet."""
+
+    times: StepTimes
+    write: Callable[..., None]  # may be given what an evaluation found
 
 
 class Trainer:
@@ -82,8 +93,6 @@ class Trainer:
                 timeout_s=config.parallel.timeout_s,
                 overlap_shared_experts=config.parallel.overlap_shared_experts,
             )
-        if self.model.symmetric_space is not None:
-            world.watch.add_check(self.model.symmetric_space.check)
         world.accelerator.manual_seed(loop.seed + world.rank)
         self.optimizer = build_optimizer(self.model, config.optimizer, world.accelerator)
         self.loader = Loader(
@@ -111,7 +120,7 @@ class Trainer:
         self.last_record: dict[str, Any] = {}
         self.logs_late = world.device.type != "cpu"
         """Whether a step is logged when the next one has been made, so that the host need not wait for its update."""
-        self._waiting: Callable[[], None] | None = None  # logs the last step
+        self._waiting: _Unlogged | None = None
         self.trace: LoadRecorder | None = None
         self.resumed_from: Path | None = None
         self.went_back_to: int | None = None
@@ -136,6 +145,8 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(self.loader.close)
             stack.callback(self.saver.close)
+            if self.model.symmetric_space is not None:
+                stack.enter_context(self.world.watch.checking(self.model.symmetric_space.check))
             self.trace = self._load_recorder()
             if self.trace is not None:
                 stack.callback(self.trace.close)
@@ -143,6 +154,7 @@ class Trainer:
             console = stack.enter_context(TrainConsole(loop.steps, self.world.rank, first_step=self.step))
             profiler = Profiler(self.config.profiler, self.world.accelerator, self.run_dir / PROFILES, self.world.rank)
             stack.enter_context(profiler)
+            stack.push(self._log_at_error)
             log = partial(self._log, recorder, writer, console)
             while self.step < loop.steps:
                 with profiler.step(self.step + 1):
@@ -150,11 +162,12 @@ class Trainer:
                 self._log_waiting()
                 self.saver.advance(result.saving)
                 stopping, last = result.stop_requested, self.step == loop.steps
-                evaluates = last or bool(loop.eval_every and self.step % loop.eval_every == 0)
-                evaluated = self.evaluate() if evaluates else {}
+                self._waiting = _Unlogged(times, partial(log, self.step, result, lr, times, last or stopping))
+                if last or bool(loop.eval_every and self.step % loop.eval_every == 0):
+                    evaluated = self.evaluate()
+                    self._waiting = self._waiting._replace(write=partial(self._waiting.write, evaluated))
                 every = self.config.checkpoint.every
                 saves = last or stopping or bool(every and self.step % every == 0)
-                self._waiting = partial(log, self.step, result, lr, times, evaluated, last or stopping)
                 if saves or not self.logs_late:
                     self._log_waiting()
                 if saves:
@@ -197,9 +210,17 @@ class Trainer:
     def _log_waiting(self) -> None:
         """Logs the step before, if it is not logged yet. The times of a step are known when the device is done with it,
         which the host does not wait for: it begins the next one. A checkpoint holds all lines up to its step."""
-        if self._waiting is not None:
-            self._waiting()
-            self._waiting = None
+        waiting, self._waiting = self._waiting, None  # what was refused, by a full disk, is not tried again
+        if waiting is not None:
+            waiting.write()
+
+    def _log_at_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Where the run fails, the line of its last step is still written, unless the device does not answer."""
+        if error is None or self._waiting is None or self.world.rank != 0:
+            return
+        if bounded(self._waiting.times.wait, LAST_LINE_S) == (True, None):
+            with suppress(Exception):  # the run's own error is what counts
+                self._log_waiting()
 
     def _log(
         self,
@@ -210,10 +231,10 @@ class Trainer:
         result: StepResult,
         lr: float,
         times: StepTimes,
-        evaluated: dict[str, float],
         always: bool,
+        evaluated: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        record = recorder.record(result, lr, times.seconds()) | evaluated
+        record = recorder.record(result, lr, times.seconds()) | dict(evaluated)
         if writer is None or not (always or "eval_loss" in record or step % self.config.metrics.log_every == 0):
             return
         console.update(writer.write(step, record))
@@ -260,7 +281,8 @@ class Trainer:
         loss saves the state before the step and raises."""
         step = self.step + 1
         # The first step may compile and warm up: it gets more time before a rank counts as missing.
-        deadline_s = 10 * self.world.timeout_s if recorder.steps_recorded == 0 else None
+        is_first = recorder.steps_recorded == 0 and self._waiting is None
+        deadline_s = 10 * self.world.timeout_s if is_first else None
         if self.workload is not None:
             self.step_runner.lay_down_routing(self.workload, self.step)
         with self.world.operation(f"step {step}", deadline_s=deadline_s):
