@@ -33,3 +33,11 @@ def test_squares_of_all_tensors(monkeypatch) -> None:
     torch.testing.assert_close(sum_of_squares(values).double(), want, rtol=1e-6, atol=0.0)
     values[3] = torch.full((3,), torch.inf, device=DEVICE)
     assert sum_of_squares(values).isinf()
+
+
+@pytest.mark.parametrize("part", [lambda x: x[:, 1:4], lambda x: x[::2], lambda x: x[:1].expand(4, 8), lambda x: x.T])
+def test_elements_that_do_not_lie_together(part) -> None:
+    value = part(torch.randn(6, 8, generator=torch.Generator().manual_seed(3)).to(DEVICE))
+    factor = torch.tensor(0.37, device=DEVICE)
+    assert torch.equal(scaled(value, factor, torch.float32), value * factor)
+    torch.testing.assert_close(sum_of_squares([value]), value.square().sum())

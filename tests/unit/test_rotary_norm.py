@@ -50,6 +50,24 @@ def test_values_and_gradients(monkeypatch, shape, by_head: bool, own_positions: 
         torch.testing.assert_close(value.double(), exact, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("one_gradient_for_all", [False, True])
+def test_elements_that_do_not_lie_together(one_gradient_for_all: bool) -> None:
+    """Heads of a product for queries, keys and values; every other weight; tables and gradients without a batch."""
+    x, weight, cos, sin = inputs((2, 5, 3, 16), torch.float32, False)
+    arguments = [x[:, :, 1:], weight.repeat_interleave(2)[::2], cos.expand(2, -1, -1, -1), sin.expand(2, -1, -1, -1)]
+    grad = torch.randn(2, 5, 2, 1).to(DEVICE).expand(2, 5, 2, 16)
+    if one_gradient_for_all:
+        grad = torch.randn(1, 1, 1, 16).to(DEVICE).expand(2, 5, 2, 16)
+    want = [value.double() for value in arguments]
+
+    def strided(x, weight, cos, sin, eps):  # `results` takes copies, which lie together
+        whole = torch.stack([weight, weight], 1)
+        return _rotary_norm(torch.cat([x[:, :, :1], x], 2)[:, :, 1:], whole[:, 0], cos, sin, eps)
+
+    for value, exact in zip(results(strided, arguments, grad), results(plain_rotary_norm, want, grad.double())):
+        torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_the_plain_form_is_the_models() -> None:
     x, weight, cos, sin = inputs((2, 5, 3, 16), torch.float32, True)
     want = rotate(torch.nn.functional.rms_norm(x, (16,), weight, EPS).transpose(1, 2), cos, sin)

@@ -27,7 +27,8 @@ def _squares_kernel(value_ptr, part_ptr, N, BLOCK: tl.constexpr):
 
 
 def scaled(value: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """value * factor in FP32, rounded to `dtype`. `value` contiguous; `factor`: a scalar on its device."""
+    """value * factor in FP32, rounded to `dtype`; contiguous. `factor`: a scalar on the value's device."""
+    value = value.contiguous()
     out = torch.empty_like(value, dtype=dtype)
     if value.numel():
         _scale_kernel[(triton.cdiv(value.numel(), BLOCK),)](value, factor, out, value.numel(), BLOCK, num_warps=8)
@@ -35,7 +36,8 @@ def scaled(value: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def sum_of_squares(values: list[torch.Tensor]) -> torch.Tensor:
-    """FP32 scalar: over all elements of contiguous tensors of any float dtype. The same bits in each run."""
+    """FP32 scalar: over all elements of tensors of any float dtype, at least one. The same bits in each run."""
+    values = [value.contiguous() for value in values]
     counts = [min(PARTS, triton.cdiv(value.numel(), BLOCK)) for value in values]
     parts = torch.empty(sum(counts), dtype=torch.float32, device=values[0].device)
     for value, count, part in zip(values, counts, parts.split(counts)):

@@ -27,7 +27,7 @@ def rotary_norm(
     Args:
         x_BSNH: queries or keys of any float dtype.
         weight_H: of the norm.
-        cos, sin: [B or 1, 1, S, H].
+        cos, sin: [B or 1, 1, S, H], of the dtype of `x_BSNH`, which the result has.
         eps: added to the mean square.
     """
     features = x_BSNH.shape[-1]
@@ -42,7 +42,7 @@ def _rotary_norm(
 ) -> torch.Tensor:
     from equipoise.kernels.rotary_norm_triton import launch_forward
 
-    return launch_forward(x_BSNH.contiguous(), weight_H, cos.contiguous(), sin.contiguous(), eps)
+    return launch_forward(x_BSNH.contiguous(), weight_H.contiguous(), cos.contiguous(), sin.contiguous(), eps)
 
 
 @_rotary_norm.register_fake
@@ -63,12 +63,14 @@ def _rotary_norm_backward(
 
     if grad_BSNH.stride(-1) != 1:
         grad_BSNH = grad_BSNH.contiguous()
-    return launch_backward(grad_BSNH, x_BSNH.contiguous(), weight_H, cos.contiguous(), sin.contiguous(), eps)
+    rest = (value.contiguous() for value in (x_BSNH, weight_H, cos, sin))
+    return launch_backward(grad_BSNH, *rest, eps)
 
 
 @_rotary_norm_backward.register_fake
 def _(grad_BSNH, x_BSNH, weight_H, cos, sin, eps):
-    return torch.empty_like(x_BSNH, memory_format=torch.contiguous_format), torch.empty_like(weight_H)
+    grad_weight = torch.empty_like(weight_H, memory_format=torch.contiguous_format)
+    return torch.empty_like(x_BSNH, memory_format=torch.contiguous_format), grad_weight
 
 
 def _setup_context(ctx, inputs, output) -> None:
