@@ -10,6 +10,7 @@ from torch import nn
 from equipoise.accelerator.cpu import CPUAccelerator
 from equipoise.models.config import ModelConfig
 from equipoise.models.layer import build_moe_layer
+from equipoise.models.parallelize import _side_stream
 from equipoise.models.recompute import recomputed
 from equipoise.moe.beside import SideStream
 from equipoise.moe.layer import MoELayer
@@ -139,6 +140,22 @@ def test_a_layer_without_shared_experts_has_no_region() -> None:
         layer(torch.randn(1, T, D))
     assert layer.beside is None
     assert recorder.log == []
+
+
+@pytest.mark.parametrize(
+    ("shared", "ep_size", "device", "why"),
+    [
+        (0, 2, "cuda", "the model has no shared experts"),
+        (1, 1, "cuda", "parallel.ep_size is 1, so nothing is exchanged"),
+        (1, 2, "cpu", "a CPU has no streams"),
+    ],
+)
+def test_a_wish_without_effect_is_answered(
+    caplog: pytest.LogCaptureFixture, shared: int, ep_size: int, device: str, why: str
+) -> None:
+    model = CONFIG.model_copy(update={"n_shared_experts": shared})
+    assert _side_stream(model, ep_size, torch.device(device))._stream is None
+    assert f"parallel.overlap_shared_experts has no effect: {why}" in caplog.text
 
 
 def test_a_gradient_that_the_side_reads_lives_until_the_fork() -> None:

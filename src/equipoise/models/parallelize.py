@@ -146,7 +146,7 @@ def build_parallel_model(
     shared_dispatcher = build_dispatcher(dispatcher, num_physical_experts, meshes.ep, space, **options)
     if isinstance(shared_dispatcher, LocalDispatcher) and kernel.name == "triton" and balance is None:
         shared_dispatcher = LocalDispatcher(num_physical_experts, weighs_rows=True)
-    side = SideStream(accelerator_for(device)) if overlap_shared_experts and sizes.ep > 1 else SideStream()
+    side = _side_stream(config, sizes.ep, device) if overlap_shared_experts else SideStream()
     for index, layer in enumerate(model.model.layers):
         assert isinstance(layer, DecoderLayer)
         layer.recompute = recompute
@@ -196,6 +196,23 @@ def build_parallel_model(
     if copies is not None:
         model.use_copies(copies)
     return model
+
+
+def _side_stream(config: ModelConfig, ep_size: int, device: torch.device) -> SideStream:
+    """For the shared experts, where they can run beside something."""
+    problem = (
+        "the model has no shared experts"
+        if not (config.n_shared_experts and config.moe_layers)
+        else "parallel.ep_size is 1, so nothing is exchanged"
+        if ep_size == 1
+        else "a CPU has no streams"
+        if device.type == "cpu"
+        else None
+    )
+    if problem is None:
+        return SideStream(accelerator_for(device))
+    logger.warning("parallel.overlap_shared_experts has no effect: %s", problem)
+    return SideStream()
 
 
 def symmetric_space(
