@@ -63,8 +63,8 @@ def _rotary_norm_backward(
 
     if grad_BSNH.stride(-1) != 1:
         grad_BSNH = grad_BSNH.contiguous()
-    rest = (value.contiguous() for value in (x_BSNH, weight_H, cos, sin))
-    return launch_backward(grad_BSNH, *rest, eps)
+    x_BSNH, weight_H, cos, sin = (value.contiguous() for value in (x_BSNH, weight_H, cos, sin))
+    return launch_backward(grad_BSNH, x_BSNH, weight_H, cos, sin, eps)
 
 
 @_rotary_norm_backward.register_fake

@@ -143,6 +143,8 @@ def build_parallel_model(
             "num_buffers": chosen.num_buffers or kept + 1,  # and the exchange under way
             "weighs_rows": chosen.weighs_rows,
         }
+    elif dispatch is not None and dispatch.weighs_rows:
+        logger.warning("dispatch.weighs_rows has no effect: rows do not go through the symmetric dispatcher")
     shared_dispatcher = build_dispatcher(dispatcher, num_physical_experts, meshes.ep, space, **options)
     if isinstance(shared_dispatcher, LocalDispatcher) and kernel.name == "triton" and balance is None:
         shared_dispatcher = LocalDispatcher(num_physical_experts, weighs_rows=True)
