@@ -161,9 +161,9 @@ class Watch:
         with self._lock:
             self._progressed = time.monotonic()
 
-    @contextlib.contextmanager
-    def checking(self, check: Callable[[], None]) -> Iterator[None]:
-        """In this context the watchdog calls `check` several times a second, from its thread, while an operation runs.
+    def add_check(self, check: Callable[[], None]) -> Callable[[], None]:
+        """Has the watchdog call `check` several times a second, from its thread, while an operation runs, until what is
+        returned is called.
 
         For failures that the host could learn of while it waits for a device that will not answer any more: a kernel
         has given up, and a collective queued behind it waits for a rank that is gone. The process has FOUND_S, or
@@ -171,10 +171,11 @@ class Watch:
         WATCHDOG_EXIT_CODE and what `check` raised. `check` must not block.
         """
         self._checks = [*self._checks, check]  # lists are replaced, since the watchdog walks through them
-        try:
-            yield
-        finally:
+
+        def remove() -> None:
             self._checks = [known for known in self._checks if known is not check]
+
+        return remove
 
     def _finding(self) -> str | None:
         """What a check has found."""

@@ -93,6 +93,8 @@ class Trainer:
                 timeout_s=config.parallel.timeout_s,
                 overlap_shared_experts=config.parallel.overlap_shared_experts,
             )
+        space = self.model.symmetric_space
+        self._end_check = (lambda: None) if space is None else world.watch.add_check(space.check)
         world.accelerator.manual_seed(loop.seed + world.rank)
         self.optimizer = build_optimizer(self.model, config.optimizer, world.accelerator)
         self.loader = Loader(
@@ -145,8 +147,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(self.loader.close)
             stack.callback(self.saver.close)
-            if self.model.symmetric_space is not None:
-                stack.enter_context(self.world.watch.checking(self.model.symmetric_space.check))
+            stack.callback(self._end_check)
             self.trace = self._load_recorder()
             if self.trace is not None:
                 stack.callback(self.trace.close)
