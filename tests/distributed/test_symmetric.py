@@ -96,6 +96,7 @@ def run_dispatcher(
         "y": y_TD.detach(),
         "x": x_TD.grad,
         "weights": weights_TK.grad,
+        "comes with weights": arrived.weights_R is not None,
     }
 
 
@@ -122,6 +123,7 @@ def dispatch_as_all_to_all(world: World, meshes: Meshes) -> dict[str, list[str]]
             for writes_into in ways:
                 got = run_dispatcher(dispatcher, by_rank, world.rank, dtype, writes_into)
                 differing = [part for part in ("rows", "counts", "x") if not torch.equal(got[part], want[part])]
+                assert got["comes with weights"] == weighs_rows
                 # Sums that the plain form makes with fused additions, or in another order.
                 exact = 1e-6 if dtype == torch.float32 else 1e-3
                 if not torch.allclose(got["y"], want["y"], rtol=exact, atol=exact):
@@ -387,7 +389,13 @@ def weights_with_rows(world: World, meshes: Meshes) -> dict[str, float]:
 def training_with_weights(world: World, meshes: Meshes) -> dict[str, Any]:
     """The same in whole training: what differs from plain training by more than rounding."""
     few_candidates()
-    found = {}
+    found, combine, keeps = {}, SymmetricDispatcher.combine, set()
+
+    def watched(dispatcher: SymmetricDispatcher, rows_RD: torch.Tensor, handle: Any) -> torch.Tensor:
+        keeps.add(handle.weights_TK is not None)
+        return combine(dispatcher, rows_RD, handle)
+
+    SymmetricDispatcher.combine = watched  # type: ignore[method-assign]
     for recompute, balance in (("full", BalanceConfig(tolerance=0.0)), ("none", None)):
         model = toy_model(num_hidden_layers=1, mlp_only_layers=(), selection_bias=True, bias_update_speed=0.0)
         case = Case(
@@ -398,6 +406,8 @@ def training_with_weights(world: World, meshes: Meshes) -> dict[str, Any]:
         plain = train_plainly(case, world.size, 1)
         assert (trained.copies > 0) == (balance is not None)
         found[recompute] = {k: v for k, v in differences(trained, plain).items() if not v <= case.limit}
+    SymmetricDispatcher.combine = combine  # type: ignore[method-assign]
+    assert keeps == {False}, "experts have multiplied by the weights in every combine"
     return found
 
 

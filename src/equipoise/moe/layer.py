@@ -92,8 +92,7 @@ class MoELayer(nn.Module):
             with record_function("moe.shared"):
                 shared_TD = self.shared_experts(forked_TD)
         with record_function("moe.experts"), phase("experts"):
-            weights = {} if arrived.weights_R is None else {"weights_R": arrived.weights_R}
-            rows_RD = experts(arrived.rows_RD, arrived.counts_M, arrived.make_rows, **weights)
+            rows_RD = experts(arrived.rows_RD, arrived.counts_M, arrived.make_rows, arrived.weights_R)
         with record_function("moe.combine"), phase("combine"):
             y_TD = self.dispatcher.combine(rows_RD, arrived.handle)
         if self.observer is not None:

@@ -46,8 +46,8 @@ def padding_mask(batch: Batch) -> torch.Tensor | None:
 
     Padding is the rest of a sequence behind its last packed document, and whole sequences without a single label.
     """
-    # By NumPy: for each such operation torch wakes a thread per core. Where other processes have the cores that took
-    # 8 ms each, and the device was idle.
+    # By NumPy: for each such operation torch wakes a thread per core, and where other processes have the cores the
+    # device waits for milliseconds.
     if batch.document_ids is not None:
         valid = batch.document_ids.numpy() >= 0
     elif batch.num_valid_tokens == batch.labels.numel():
