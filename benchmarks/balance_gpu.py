@@ -1,9 +1,10 @@
 """Training steps on two GPUs or more with expert parallelism: balancing off, on, and routing forced even.
 
-All modes share one model, one machine and one run, and take turns; a step's time is that of the slowest rank, a mode's
-figure the median. Forced is the ceiling: the same dispatcher, no balancing runtime, every expert equally loaded. Off is
-measured twice, with the symmetric dispatcher and with `all_to_all`; the difference between off and a model that was
-built without balancing is given with its confidence interval, from pairs of turns.
+All modes share one model, one machine and one run, and take turns; a step's time is that of the slowest rank, from the
+end of the step before to its own, and a mode's figure the median. Forced is the ceiling: the same dispatcher, no
+balancing runtime, every expert equally loaded. Off is measured twice, with the symmetric dispatcher and with
+`all_to_all`; the difference between off and a model that was built without balancing is given with its confidence
+interval, from pairs of turns.
 
 Run: torchrun --nproc-per-node 2 benchmarks/balance_gpu.py [--layers N] [--steps N]   (writes
 benchmarks/results/balance-h200-ep2.json)
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ class Bench:
         options: dict[str, Any] = {}
         if name == "symmetric":
             options = {"capacity_factor": factor, "num_buffers": len(self.layers) + 1}
-            options["weighs_rows"] = self.config.dispatch.weighs_rows
+            options["weighs_rows"] = self.config.dispatch.weighs(True)
         return build_dispatcher(name, num_experts, self.trainer.meshes.ep, space, **options)  # type: ignore[arg-type]
 
     def balancer(self, slots: int) -> Balancer:
@@ -122,40 +124,37 @@ class Bench:
         steps: int,
         warm_up: int = WARM_UP,
     ) -> dict[str, Any]:
-        """A few steps: milliseconds of the slowest rank, peak memory, loads. Collective."""
+        """A few steps: milliseconds of the slowest rank, peak memory, loads. Collective. As in training the host waits
+        for the device before each update only, and a step lasts from the end of the one before to its own."""
         self.switch(mode)
         accelerator, runner = self.world.accelerator, self.trainer.step_runner
         accelerator.reset_peak_memory()
-        milliseconds, imbalance = [], []
-        for step in range(-warm_up, steps):
-            laid = even if mode.is_forced else workload
-            for layer in self.layers:
-                layer.gate.synthetic = None if laid is None else laid.routing(0, self.rank)
-            dist.barrier(group=self.trainer.meshes.world_group)
-            accelerator.synchronize()
-            start = accelerator.event(timing=True)
-            start.record()
+        laid = even if mode.is_forced else workload
+        for layer in self.layers:
+            layer.gate.synthetic = None if laid is None else laid.routing(0, self.rank)
+        dist.barrier(group=self.trainer.meshes.world_group)
+        accelerator.synchronize()
+        ends = []
+        for step in range(-max(warm_up, 1), steps):
             self.trainer.timer.start_step()
             sums, counts = runner.forward_backward(self.batches[step % len(self.batches)], self.tokens)
             result, norm = runner.reduce(sums, counts, self.tokens, stop=False)
             runner.update(result, norm, lr=0.0)
-            end = accelerator.event(timing=True)
-            end.record()
-            end.synchronize()
-            if step >= 0:
-                milliseconds.append(start.elapsed_ms(end))
-                after = None if result.balance is None else float(result.balance.after_L.mean())
-                copies = 0.0 if result.balance is None else result.balance.copies
-                imbalance.append((float(result.rank_imbalance_L.mean()), after, copies))
+            if step >= -1:
+                ends.append(accelerator.event(timing=True))
+                ends[-1].record()
+        accelerator.synchronize()
+        milliseconds = [start.elapsed_ms(end) for start, end in pairwise(ends)]
+        balance = result.balance
         memory = accelerator.memory()
         mine = {"ms": milliseconds, "peak": memory.peak_allocated}
         ranks = gather_json(mine, self.world)
         return {
             "ms": [max(step) for step in zip(*(r["ms"] for r in ranks))],
             "peak": max(r["peak"] for r in ranks),
-            "imbalance": imbalance[-1][0],
-            "planned": imbalance[-1][1],
-            "copies": imbalance[-1][2],
+            "imbalance": float(result.rank_imbalance_L.mean()),
+            "planned": None if balance is None else float(balance.after_L.mean()),
+            "copies": 0.0 if balance is None else balance.copies,
         }
 
 
@@ -282,7 +281,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=44)
     parser.add_argument("--recipe", default="h200-ep2")
     parser.add_argument("--cases", nargs="*", default=[], help="such as hot_rank:1.9, or none; all by default")
-    parser.add_argument("--weighs-rows", action="store_true", help="dispatch.weighs_rows, in all symmetric modes")
+    parser.add_argument(
+        "--weighs-rows", action=argparse.BooleanOptionalAction, help="dispatch.weighs_rows, in all symmetric modes"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     config = benchmark_config(options.recipe, options.layers)

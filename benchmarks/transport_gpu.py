@@ -5,7 +5,9 @@ Every figure is the time of the slowest rank, in steady state, all handshakes in
 call of the runtime moves: two experts of 25 M parameters for each rank, both ways at once. Dispatches have half of
 their rows for the other rank; the NCCL side has its splits on the host already. `same_rows` is the NCCL side with the
 reorder that puts rows in order of experts, as the symmetric dispatcher delivers them. A combine finds its rows where
-the experts of kernel `triton` write them, and keeps what came for the backward; `us_of_plain_memory` copies them first.
+the experts of kernel `triton` write them. `combine_speedup` and `layer_speedup` are of the dispatcher's default, with
+experts that weigh rows, so that their ranks add up each token's; `exact_sums` are of `weighs_rows=False`, where the
+combine weighs and keeps what came for the backward, as the NCCL side does (`us_of_plain_memory` copies rows first).
 
 Run: torchrun --nproc-per-node 2 benchmarks/transport_gpu.py [--out FILE]   (writes
 benchmarks/results/transport-h200x2.json)
@@ -152,6 +154,7 @@ def dispatch(bench: Bench) -> dict[str, Any]:
     """Dispatch and combine by megabytes of rows."""
     keys = ("dispatch_speedup", "dispatch_speedup_same_rows", "combine_speedup")
     keys += ("dispatch_speedup_in_graphs", "combine_speedup_in_graphs")
+    keys += ("combine_speedup_exact_sums", "dispatch_speedup_with_weights")
     summary: dict[str, Any] = {key: {} for key in keys}
     for megabytes in SIZES:
         exchange(bench, megabytes, summary)
@@ -171,7 +174,7 @@ def exchange(bench: Bench, megabytes: int, summary: dict[str, Any]) -> None:
     permutation = make_permutation(ids_TK, NUM_EXPERTS)
     counts = permutation.counts_E
     places = symmetric.places(ids_TK)
-    rows_RD, _, layout, _ = symmetric.send(x_TD, places)
+    rows_RD, record_C, layout, _ = symmetric.send(x_TD, places)
     written_RD = symmetric.make_rows(x_TD.dtype).copy_(rows_RD)  # as experts write their outputs
     plain_RD = rows_RD.clone()
     send_P = counts.view(bench.size, L).sum(1)
@@ -195,7 +198,7 @@ def exchange(bench: Bench, megabytes: int, summary: dict[str, Any]) -> None:
         return back
 
     def symmetric_combine(rows: torch.Tensor) -> torch.Tensor:
-        return symmetric.collect(symmetric._combine, rows, layout, weights_TK.shape, weights_TK, keeps=True)[0]
+        return symmetric.collect(symmetric._combine, rows, layout, weights_TK.shape, weights_TK, True, record_C)[0]
 
     ours = bench.us(lambda: symmetric.send(x_TD, places))
     equal = torch.equal(symmetric.send(x_TD, places)[0][: sum(outs)], reorder(nccl(), order_R, inverse_R))
@@ -206,7 +209,8 @@ def exchange(bench: Bench, megabytes: int, summary: dict[str, Any]) -> None:
         summary["dispatch_speedup_in_graphs"][megabytes] = graphs[1] / graphs[0]
     row["nccl_same_rows_us"] = bench.us(lambda: reorder(nccl(), order_R, inverse_R))
     row["gbps_of_rows"] = T * K * D * 2 / ours / 1e3
-    summary["dispatch_speedup"][megabytes] = row["nccl_us"] / ours
+    nccl_us = row["nccl_us"]
+    summary["dispatch_speedup"][megabytes] = nccl_us / ours
     summary["dispatch_speedup_same_rows"][megabytes] = row["nccl_same_rows_us"] / ours
     combined = bench.us(lambda: symmetric_combine(written_RD))
     theirs_TD = combine(reorder_back(reorder(arrived, order_R, inverse_R)), weights_TK, permutation)
@@ -218,7 +222,22 @@ def exchange(bench: Bench, megabytes: int, summary: dict[str, Any]) -> None:
         row["graph_us"], row["nccl_graph_us"] = graphs
         summary["combine_speedup_in_graphs"][megabytes] = graphs[1] / graphs[0]
     row["nccl_same_rows_us"] = bench.us(lambda: (reorder(arrived, inverse_R, order_R), nccl_combine()))
-    summary["combine_speedup"][megabytes] = row["nccl_us"] / combined
+    summary["combine_speedup_exact_sums"][megabytes] = row["nccl_us"] / combined
+    weighing = SymmetricDispatcher(NUM_EXPERTS, bench.space, 1.25, max_tokens=T, num_buffers=3, weighs_rows=True)
+    weighing.reserve(T, K, D, 2)
+    rows_RD, kept_C, layout, weights_C = weighing.send(x_TD, places, weights_TK)
+    weighed_RD = weighing.make_rows(x_TD.dtype).copy_(rows_RD * weights_C[:, None])
+
+    def weighing_combine() -> torch.Tensor:
+        return weighing.collect(weighing._combine, weighed_RD, layout, weights_TK.shape, None, False, kept_C)[0]
+
+    difference = (weighing_combine() - theirs_TD).norm() / theirs_TD.norm()  # each later call adds to rows again
+    ours = bench.us(lambda: weighing.send(x_TD, places, weights_TK))
+    bench.add("dispatch with weights", megabytes=megabytes, us=ours)
+    summary["dispatch_speedup_with_weights"][megabytes] = nccl_us / ours
+    ours = bench.us(weighing_combine)
+    bench.add("combine of weighed rows", megabytes=megabytes, us=ours, difference=float(difference))
+    summary["combine_speedup"][megabytes] = row["nccl_us"] / ours
     bench.space.check()
 
 
@@ -270,7 +289,7 @@ class Layer:
 
 def layers(bench: Bench) -> dict[str, Any]:
     """Forward and backward of an MoE layer with either dispatcher, and what of the pull a decoder layer shows."""
-    summary: dict[str, Any] = {"layer_speedup": {}, "layer_speedup_weighs_rows": {}}
+    summary: dict[str, Any] = {"layer_speedup": {}, "layer_speedup_exact_sums": {}}
     make = lambda name, imbalance: Workload(name, imbalance, NUM_EXPERTS, TOP_K, bench.size)  # noqa: E731
     collective = build_dispatcher("all_to_all", NUM_EXPERTS, dist.group.WORLD)
     for tokens in (4096, 16384):
@@ -283,13 +302,14 @@ def layers(bench: Bench) -> dict[str, Any]:
         weighing = SymmetricDispatcher(NUM_EXPERTS, bench.space, 0, max_tokens=tokens, num_buffers=3, weighs_rows=True)
         layer.use(weighing, None, make("balanced", 1.0))
         weighed = bench.us(layer.moe, 5)
-        bench.add("MoE layer", tokens=tokens, us=ours, all_to_all_us=theirs, us_weighs_rows=weighed)
-        summary["layer_speedup_weighs_rows"][tokens] = theirs / weighed
-        summary["layer_speedup"][tokens] = theirs / ours
+        bench.add("MoE layer", tokens=tokens, us=weighed, all_to_all_us=theirs, us_exact_sums=ours)
+        summary["layer_speedup"][tokens] = theirs / weighed
+        summary["layer_speedup_exact_sums"][tokens] = theirs / ours
     shapes = expert_shapes(HIDDEN, INNER)
     config = BalanceConfig(num_redundant_experts_per_rank=2)
     balancer = Balancer(dist.group.WORLD, NUM_EXPERTS, shapes, torch.bfloat16, config, space=bench.space)
-    balanced = SymmetricDispatcher(balancer.num_physical_experts, bench.space, 1.5, max_tokens=16384, num_buffers=3)
+    options: dict[str, Any] = {"max_tokens": 16384, "num_buffers": 3, "weighs_rows": True}
+    balanced = SymmetricDispatcher(balancer.num_physical_experts, bench.space, 1.5, **options)
     layer.use(balanced, balancer, HotExperts(1.6, NUM_EXPERTS, TOP_K, bench.size))
     with_pull = bench.us(layer.whole, 5)
     transport = balancer.transport

@@ -81,12 +81,13 @@ def run_dispatcher(
     number = int(arrived.counts_M.sum())
     expert_R = torch.arange(len(arrived.counts_M)).repeat_interleave(arrived.counts_M)
     scale = (1 + expert_R[:, None] + 10 * rank).to(dtype)
+    weighed = arrived.rows_RD
+    if arrived.weights_R is not None:
+        weighed = (weighed * arrived.weights_R[:, None]).to(dtype)
     if writes_into and arrived.make_rows is not None:
-        rows = ScaleInto.apply(arrived.rows_RD, scale, arrived.make_rows)
+        rows = ScaleInto.apply(weighed, scale, arrived.make_rows)
     else:
-        rows = arrived.rows_RD[:number] * scale
-        if arrived.weights_R is not None:
-            rows = (rows * arrived.weights_R[:number, None]).to(dtype)
+        rows = weighed[:number] * scale
         rows = torch.cat([rows, torch.full_like(arrived.rows_RD[number:], float("nan"))])
     y_TD = dispatcher.combine(rows, arrived.handle)
     y_TD.backward(torch.randn(y_TD.shape, generator=generator).to(dtype))
@@ -111,6 +112,7 @@ def dispatch_as_all_to_all(world: World, meshes: Meshes) -> dict[str, list[str]]
         (torch.float16, once, AWKWARD[-1:], False),
         (torch.float32, everywhere, AWKWARD[::3], False),
         (torch.float32, once, AWKWARD, True),
+        (torch.float16, once, AWKWARD[-1:], True),
         (torch.float32, everywhere, AWKWARD[::3], True),
     ):
         # Any routing fits. The largest number of tokens is known beforehand, the first routing is not the largest.
@@ -119,16 +121,21 @@ def dispatch_as_all_to_all(world: World, meshes: Meshes) -> dict[str, list[str]]
         for name in routings:
             by_rank = ROUTINGS[name]
             want = run_dispatcher(reference, by_rank, world.rank, dtype)
-            ways = (False,) if weighs_rows else (False, True) if name in AWKWARD[2:] else (True,)
+            ways = (False, True) if name in AWKWARD[2:] else (True,)
             for writes_into in ways:
                 got = run_dispatcher(dispatcher, by_rank, world.rank, dtype, writes_into)
-                differing = [part for part in ("rows", "counts", "x") if not torch.equal(got[part], want[part])]
+                exactly = ("rows", "counts") if weighs_rows else ("rows", "counts", "x")
+                differing = [part for part in exactly if not torch.equal(got[part], want[part])]
                 assert bool(got["comes with weights"]) == weighs_rows
-                # Sums that the plain form makes with fused additions, or in another order.
+                # Sums that the plain form makes with fused additions, or in another order; a rank's part of one is
+                # rounded once more where it is added up there.
                 exact = 1e-6 if dtype == torch.float32 else 1e-3
-                if not torch.allclose(got["y"], want["y"], rtol=exact, atol=exact):
-                    differing.append("y")
-                if not torch.allclose(got["weights"], want["weights"], rtol=1e-5, atol=1e-5):
+                largest = max(float(want[part].abs().max()) if want[part].numel() else 0.0 for part in ("x", "y"))
+                for part in ("x", "y"):
+                    if not torch.allclose(got[part], want[part], rtol=exact, atol=exact * max(largest, 1.0)):
+                        differing.append(part)
+                loose = 1e-5 if dtype == torch.float32 or not weighs_rows else 1e-2  # products of rounded gradients
+                if not torch.allclose(got["weights"], want["weights"], rtol=loose, atol=loose):
                     differing.append("weights")
                 found[f"{name} {dtype} {few_bytes} {writes_into} {weighs_rows}"] = differing
         gc.collect()  # the interpreter has cycles of references to what it was given
@@ -505,7 +512,7 @@ def test_rows_plans_and_transfers_of_four_ranks(four: Outcomes) -> None:
 
 def check_rows(ranks: Outcomes) -> None:
     for found in ranks.of(dispatch_as_all_to_all):
-        assert len(found) == 17
+        assert len(found) == 22
         assert {name: differing for name, differing in found.items() if differing} == {}
 
 

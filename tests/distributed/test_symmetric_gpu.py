@@ -57,8 +57,11 @@ class Ranks:
         kernel = "loop" if dtype == torch.float32 else "auto"
         few = 0 if dtype == torch.float32 else FEW_BYTES
         in_memory = SymmetricDispatcher(physical, self.space, 0, max_tokens=T, few_bytes=few)
+        options: dict[str, Any] = {"max_tokens": T, "few_bytes": 0, "weighs_rows": True}
+        weighing = SymmetricDispatcher(physical, self.space, 0, **options)
         self.layers: dict[str, Layer] = {
             "symmetric": balanced(in_memory, symmetric, kernel),
+            "weighing": balanced(weighing, symmetric, kernel),
             "collective": balanced(build_dispatcher("all_to_all", physical, self.group), collective, kernel),
             "off": plain(build_dispatcher("all_to_all", E, self.group), kernel),
         }
@@ -82,10 +85,10 @@ def same_bits(ranks: Ranks) -> dict[str, Any]:
         with torch.cuda.stream(side):  # a collective beside all that
             dist.all_gather_into_tensor(gathered, noise, group=other)
         symmetric, collective = ranks.run("symmetric", tokens), ranks.run("collective", tokens)
-        off = ranks.run("off", tokens)
+        off, weighing = ranks.run("off", tokens), ranks.run("weighing", tokens)
         found["same"] += [torch.equal(symmetric[index], collective[index]) for index in (0, 1, 3, 4)]
         if number:
-            differences = [relative(a.float(), b.float()) for a, b in zip(symmetric, off)]
+            differences = [relative(a.float(), b.float()) for ours in (symmetric, weighing) for a, b in zip(ours, off)]
             found["difference"] = max(found["difference"], *differences)
     ranks.space.check()
     return found
@@ -93,7 +96,7 @@ def same_bits(ranks: Ranks) -> dict[str, Any]:
 
 def no_host_sync(ranks: Ranks) -> bool:
     tokens = ranks.tokens()
-    return synchronizes_nowhere(lambda: ranks.run("symmetric", tokens))
+    return all(synchronizes_nowhere(lambda form=form: ranks.run(form, tokens)) for form in ("symmetric", "weighing"))
 
 
 def graph_with_changing_loads(ranks: Ranks) -> list[bool]:

@@ -55,7 +55,8 @@ class Ranks:
         kernel = "loop" if dtype == torch.float32 else "triton"
         dispatcher = SymmetricDispatcher(balancer.num_physical_experts, self.space, 0, max_tokens=T)
         self.balanced = balanced(dispatcher, balancer, kernel)
-        self.plain = plain(SymmetricDispatcher(E, self.space, 0, max_tokens=T), kernel)
+        options: dict[str, Any] = {"max_tokens": T, "few_bytes": 0, "weighs_rows": True}
+        self.plain = plain(SymmetricDispatcher(E, self.space, 0, **options), kernel)
         self.whole = plain(build_dispatcher("local", E, None), kernel)
 
     def tokens(self, number: int = T, heat: float = 0.3) -> list[Tokens]:
@@ -114,7 +115,7 @@ def a_rank_stays_away(ranks: Ranks) -> tuple[str, float]:
 
 def a_rank_fails_alone(ranks: Ranks) -> tuple[str, float]:
     """Rank 1 brings more tokens than the buffers hold: both messages, and seconds of a timeout of 60."""
-    dispatcher = SymmetricDispatcher(E, ranks.space)
+    dispatcher = SymmetricDispatcher(E, ranks.space, capacity_factor=0)
     started, message = time.monotonic(), ""
     for number in (8, 8 + ranks.rank):
         x, ids, weights, _ = ranks.tokens(number)[0]

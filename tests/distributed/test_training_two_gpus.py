@@ -13,7 +13,6 @@ from distributed.parity import (
     build_case_meshes,
     differences,
     make_batch,
-    shared_store,
     toy_model,
     train_in_parallel,
     train_plainly,
@@ -57,24 +56,24 @@ def make_case(dispatcher: str, dtype: torch.dtype, slots: int, **changes: Any) -
 def compare_on_and_off() -> dict[str, Any]:
     """For each form, dtype and variant: the largest difference of on from off, and of on from one CPU in FP32."""
     found: dict[str, Any] = {}
-    store = shared_store()
-    for dtype in LIMITS:
-        for dispatcher in FORMS:
-            for name, changes in VARIANTS.items():
-                key = f"{dispatcher}, {dtype}, {name}"
-                try:
-                    on = make_case(dispatcher, dtype, 2, **changes)
-                    with join_world(get_accelerator(), timeout_s=60, store=store) as world:
-                        trained = train_in_parallel(on, world)
-                    with join_world(get_accelerator(), timeout_s=60, store=store) as world:
-                        plain = train_in_parallel(replace(on, balance=None), world)
-                    from_off = max(differences(trained, plain).values())
-                    found[key] = {"from_off": from_off, "copies": trained.copies}
-                    if dtype == torch.float32:
-                        reference = train_plainly(on, 2)
-                        found[key]["from_cpu"] = max(differences(trained, reference).values())
-                except Exception:
-                    return found | {key: traceback.format_exc()}
+    with join_world(get_accelerator(), timeout_s=60) as world:
+        meshes = build_case_meshes(make_case("symmetric", torch.float32, 2), world)
+        for dtype in LIMITS:
+            for dispatcher in FORMS:
+                for name, changes in VARIANTS.items():
+                    key = f"{dispatcher}, {dtype}, {name}"
+                    try:
+                        on = make_case(dispatcher, dtype, 2, **changes)
+                        trained = train_in_parallel(on, world, meshes=meshes)
+                        plain = train_in_parallel(replace(on, balance=None), world, meshes=meshes)
+                        from_off = max(differences(trained, plain).values())
+                        found[key] = {"from_off": from_off, "copies": trained.copies}
+                        if dtype == torch.float32:
+                            reference = train_plainly(on, 2)
+                            found[key]["from_cpu"] = max(differences(trained, reference).values())
+                    except Exception:
+                        return found | {key: traceback.format_exc()}
+                    print(key, found[key], flush=True)
     return found
 
 

@@ -45,6 +45,12 @@ class OnePlaysAll:
     def slots(self, name: str) -> torch.Tensor:
         return self.weights[name]
 
+    def coming_slots(self, name: str) -> tuple[torch.Tensor, None]:
+        return self.weights[name], None
+
+    def restore(self) -> None:
+        pass
+
     def gradient_slots(self, name: str) -> torch.Tensor:
         return self.gradients[name]
 

@@ -67,6 +67,9 @@ assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx
 types |= {"weights_ptr": "*fp32"}
 ptx = compile(rows.spread_rows_kernel, types, W=4096, WORD=None, HAS_WEIGHTS=True, BLOCK=4096, **own)
 assert "st.global.v4.b32" in ptx
+types = layout | {"rows_ptr": "*bf16", "record_ptr": "*i32"}
+ptx = compile(rows.fold_rows_kernel, types, L=18, K=4, D=4096, BLOCK=4096)
+assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 types = layout | {"rows_ptr": "*bf16", "out_ptr": "*bf16"}
 assert "st.global.v2.b64" in compile(rows.copy_rows_kernel, types, L=18, **words)
 types = piece | layout | {"grad_ptr": "*bf16", "rows_ptr": "*bf16", "weights_ptr": "*fp32",
@@ -76,9 +79,10 @@ for has_weights, want in ((True, True), (True, False), (False, False)):
     assert "st.global.v4.b32" in ptx
 types = piece | layout | {"weights_ptr": "*fp32", "kept_ptr": "*bf16", "taken_ptr": "*fp32", "out_ptr": "*bf16",
                           "num_tokens": "i32", "weight_offset": "i64"}
-for has_weights, keeps, takes in ((True, True, False), (False, False, False), (False, False, True)):
+for has_weights, keeps, takes, folded in ((True, True, False, False), (False, False, False, False),
+                                          (False, False, True, True), (False, False, False, True)):
     ptx = compile(rows.gather_rows_kernel, types, HAS_WEIGHTS=has_weights, KEEPS_ROWS=keeps, TAKES_WEIGHTS=takes,
-                  **features)
+                  FOLDED=folded, **features)
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 """
 PLAN = """

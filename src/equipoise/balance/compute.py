@@ -181,17 +181,16 @@ class _KernelMLP(torch.autograd.Function):
         grads: list[Sequence[torch.Tensor | None]] = [[None] * len(gate_up), [None] * len(down)]
         if want_down:
             grads[1] = _like(dual_wgrad(grad_RD, act_RI, tiles, step.num_masters, down[0].dtype, slots[1]), down)
+            step.send_gradients(down_name, grads[1])  # beside the products that follow, while the links are idle
         del act_RI
         if want_gate_up:
             gradient = dual_wgrad(grad_hidden, rows_RD, tiles, step.num_masters, gate_up[0].dtype, slots[0])
             grads[0] = _like(gradient, gate_up)
+            step.send_gradients(gate_up_name, grads[0])
         grad_rows = None
         if want_rows:
             slots_of_gate_up = step.slots(gate_up_name)  # which has had the products before to arrive
             grad_rows = dual_dgrad(grad_hidden, _stacked(gate_up), slots_of_gate_up, tiles, ctx.make_rows)
-        for name, want, gradients in zip(ctx.names, wanted, grads):
-            if want:
-                step.send_gradients(name, gradients)
         return grad_rows, None, None, None, None, None, None, grad_weights, *grads[0], *grads[1]
 
 

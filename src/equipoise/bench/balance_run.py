@@ -154,7 +154,8 @@ class Switch:
         if space is not None and chosen in ("auto", "symmetric"):
             kept = len(self.layers) if config.train.recompute == "none" else 1
             options = {"capacity_factor": 0, "num_buffers": config.dispatch.num_buffers or kept + 1}
-            options["weighs_rows"] = config.dispatch.weighs_rows
+            axes = trainer.plan.axes
+            options["weighs_rows"] = config.dispatch.weighs(axes.domain == axes.ep)
         plain = build_dispatcher(chosen, config.model.num_experts, trainer.meshes.ep, space, **options)
         self._dispatchers[OFF] = CountingDispatcher(plain)
 

@@ -20,12 +20,17 @@ class DispatchConfig(Config):
     """Pieces of memory for rows, of which there is one more than this: one for each MoE layer whose backward waits for
     them (with fewer, rows are copied), and two for the exchange under way. 0 takes as many as the layers and recompute
     ask for."""
-    weighs_rows: bool = False
-    """Whether tokens' weights go along with them, and experts multiply by these. Outputs then need not be kept for
-    the weights' gradients: tokens x top_k x hidden_size elements of each MoE layer. Equal but for rounding. Tested on
-    CPUs; it has not run on GPUs yet."""
+    weighs_rows: bool | None = None
+    """Whether tokens' weights go along with them, experts multiply by these, and an expert's rank adds up a token's
+    rows before they come back. Less goes over the link, and outputs need not be kept for the weights' gradients
+    (tokens x top_k x hidden_size elements of each MoE layer). With false, sums are those of all_to_all bit for bit;
+    with true they are rounded once more. Unset: true, unless parallel.domain_size divides the EP group."""
 
     def factor(self, is_balanced: bool) -> float:
         """`capacity_factor` of the dispatcher; 0 is the worst case."""
         bounded = is_balanced if self.overflow == "auto" else self.overflow == "error"
         return self.capacity_factor if bounded else 0.0
+
+    def weighs(self, is_one_domain: bool) -> bool:
+        """`weighs_rows` of the dispatcher. `is_one_domain`: it reaches all ranks of the EP group."""
+        return is_one_domain if self.weighs_rows is None else self.weighs_rows

@@ -11,7 +11,8 @@ One exchange each way, in the forward and in the backward:
     combine              outputs read from there, summed    backward: gradients to the experts' ranks, weighted there
 
 Where the experts multiply by the rows' weights (`weighs_rows`), these go with the tokens, and their gradients come back
-with the rows'. Combine adds what is there and keeps nothing, and its backward sends plain gradients.
+with the rows'. Combine adds what is there and keeps nothing, and its backward sends plain gradients. What comes back is
+added up where it lies (`fold_rows`), so that each rank is asked for one row of a token, not for one of each expert.
 
 All of them use equal pieces of memory, lent as tensors (`LeasedMemory`). Arrived rows keep theirs until the backward,
 so that saving them costs no copy; a forward that would take one of the last two copies rows out of it, since an
@@ -37,6 +38,7 @@ from equipoise.kernels.rows import (
     RowLayout,
     copy_rows,
     exchange_counts,
+    fold_rows,
     gather_rows,
     row_launch,
     send_gradients,
@@ -99,7 +101,7 @@ class SymmetricDispatcher:
         max_tokens: largest T that will come; 0 takes that of the first dispatch, over all ranks.
         num_buffers: one more than the forwards whose arrived rows are kept at once. There is one piece of memory more.
         few_bytes: see `FEW_BYTES`; the same on every rank.
-        weighs_rows: experts get the rows' weights and multiply by them.
+        weighs_rows: experts get the rows' weights and multiply by them, and their ranks add up each token's rows.
     """
 
     def __init__(
@@ -206,7 +208,8 @@ class SymmetricDispatcher:
         return Dispatched(rows_CD, handle.layout.counts_L, handle, self.make_rows)
 
     def combine(self, rows_RD: torch.Tensor, handle: _Handle) -> torch.Tensor:
-        """See `Dispatcher`. Rows that are in memory of `Dispatched.make_rows` are not copied."""
+        """See `Dispatcher`. Rows that are in memory of `Dispatched.make_rows` are not copied, and with `weighs_rows`
+        overwritten: combine them once."""
         keeps = handle.weights_TK is not None and torch.is_grad_enabled() and handle.weights_TK.requires_grad
         return _Combine.apply(rows_RD, handle.weights_TK, self, handle.layout, handle.record_C, handle.shape_TK, keeps)
 
@@ -283,6 +286,7 @@ class SymmetricDispatcher:
         shape_TK: tuple[int, int],
         weights_TK: torch.Tensor | None,
         keeps: bool,
+        record_C: torch.Tensor,
         given_C: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's tokens' sums of (weighted) rows at their experts' ranks, and the rows [T * K, D] if they are
@@ -296,8 +300,12 @@ class SymmetricDispatcher:
             copy_rows(rows_RD, rows, layout, self.launch)
         if given_C is not None:
             memory.pieces.lend(number, self._weights).copy_(given_C)
-        takes = given_C is not None
-        return gather_rows(self._exchanges[channel], number, layout, shape_TK, rows, weights_TK, keeps, takes)
+        exchange, takes = self._exchanges[channel], given_C is not None
+        if self.weighs_rows and not exchange.sends_all:
+            fold_rows(rows, record_C, layout, shape_TK[1], self.launch)
+            if rows is rows_RD and not rows.is_inference():
+                torch.autograd.graph.increment_version(rows)  # so that nobody's backward takes them for what they were
+        return gather_rows(exchange, number, layout, shape_TK, rows, weights_TK, keeps, takes, self.weighs_rows)
 
     def send_weighted(
         self,
@@ -329,6 +337,7 @@ class _Dispatch(torch.autograd.Function):
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         rows_CD, record_C, layout, weights_C = dispatcher.send(x_TD.contiguous(), places, weights_TK)
         ctx.dispatcher, ctx.layout, ctx.shape_TK = dispatcher, layout, tuple(places.ids_TK.shape)
+        ctx.save_for_backward(record_C)
         found.append(_Handle(layout, None, record_C, ctx.shape_TK))  # as outputs they would be in a cycle of references
         return rows_CD if weights_C is None else (rows_CD, weights_C)
 
@@ -336,7 +345,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, grad_CD, grad_weights_C=None):
         channel, rows_CD = ctx.dispatcher._dispatch_backward, grad_CD.contiguous()
         grad_TD, grad_weights_TK = ctx.dispatcher.collect(
-            channel, rows_CD, ctx.layout, ctx.shape_TK, None, keeps=False, given_C=grad_weights_C
+            channel, rows_CD, ctx.layout, ctx.shape_TK, None, False, *ctx.saved_tensors, grad_weights_C
         )
         return grad_TD, grad_weights_TK, None, None, None
 
@@ -346,7 +355,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, rows_RD, weights_TK, dispatcher, layout, record_C, shape_TK, keeps):
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         channel, rows_RD = dispatcher._combine, rows_RD.contiguous()
-        y_TD, rows_SD = dispatcher.collect(channel, rows_RD, layout, shape_TK, weights_TK, keeps)
+        y_TD, rows_SD = dispatcher.collect(channel, rows_RD, layout, shape_TK, weights_TK, keeps, record_C)
         ctx.dispatcher, ctx.layout, ctx.shape_TK = dispatcher, layout, shape_TK
         ctx.save_for_backward(rows_SD, weights_TK, record_C)  # not kept on ctx, which outlives the backward
         return y_TD

@@ -28,8 +28,11 @@ FAILED, MISSING, RUN, NEEDED_ROWS, ROW_CAPACITY, HAS_LEFT = 0, 1, 2, 3, 4, 5
 of its runs, and whether that rank has abandoned the group; and how many rows a rank would have had to receive, where
 buffers hold fewer."""
 
-PUSH_PROGRAMS, PULL_PROGRAMS = 32, 32
-"""Multiprocessors that a transfer beside other work takes at most."""
+PUSH_PROGRAMS, PULL_PROGRAMS = 64, 64
+"""Programs of a transfer beside other work, at most one to a multiprocessor."""
+SMALL_FROM = 48
+"""As many programs are small ones, which share a multiprocessor with a product's: at most 16384 registers, where a
+product leaves 22528. Fewer are large ones, which have one to themselves, and which a product's have to wait for."""
 
 
 def padded(count: int) -> int:
@@ -129,8 +132,8 @@ def push_weights(
     slots_P: torch.Tensor,
     num_masters: int,
     programs: int = PUSH_PROGRAMS,
-    block: int = 4096,
-    warps: int = 8,
+    block: int = 0,
+    warps: int = 0,
 ) -> None:
     """Copies masters of this rank into the slots that host them, everywhere. When it has run, this rank's slots are
     complete.
@@ -139,10 +142,11 @@ def push_weights(
         slot_expert: int32 [P * R], the plan's, on the device.
         masters: one tensor [M, ...] (`stacked`) or M tensors, each expert's elements in order.
         slots_P: addresses of every rank's slots [R, ...], of the masters' dtype.
+        block, warps: words that a program moves at a time, and its warps; 0: by the number of programs.
     """
     experts = _Experts.of(masters, stacked)
     words = experts.words
-    launch = (programs, block, warps)
+    launch = (programs, block or (2048 if programs >= SMALL_FROM else 4096), warps or (16 if programs <= 16 else 8))
     _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, words.dtype, words.num_bytes, False, launch)
 
 
@@ -155,17 +159,19 @@ def pull_gradients(
     slots_P: torch.Tensor,
     num_masters: int,
     programs: int = PULL_PROGRAMS,
-    block: int = 8192,
-    warps: int = 16,
+    block: int = 0,
+    warps: int = 0,
 ) -> None:
     """Adds the FP32 gradients of replicas to those of this rank's masters, in place, in order of physical id. When it
     has run, this rank's gradient slots may be written again.
 
-    `gradients`: FP32, BF16 or FP16, laid out as `masters` of `push_weights`; `slots_P`: addresses of FP32 [R, ...].
+    `gradients`: FP32, BF16 or FP16, laid out as `masters` of `push_weights`; `slots_P`: addresses of FP32 [R, ...];
+    `block`, `warps`: as there, in elements.
     """
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     experts, dtype = _Experts.of(gradients, stacked), gradients[0].dtype
-    launch = (programs, block, warps)
+    is_small = programs >= SMALL_FROM
+    launch = (programs, block or (4096 if is_small else 8192), warps or (8 if is_small else 16))
     _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, names[dtype], dtype.itemsize, True, launch)
 
 
@@ -221,6 +227,7 @@ def _transfer(
         programs,
         arguments,
         warps,
+        is_beside=programs >= SMALL_FROM,
         STEP=step,
         IS_PULL=is_pull,
         DTYPE=getattr(tl, dtype),

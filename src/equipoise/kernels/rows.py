@@ -227,6 +227,20 @@ def spread_rows(
 
 
 @lru_cache(maxsize=256)
+def _folding(warps: int, L: int, K: int, D: int) -> Launcher:
+    from equipoise.kernels.rows_triton import fold_rows_kernel
+
+    return Launcher(fold_rows_kernel, warps, L=L, K=K, D=D, BLOCK=_block(D, 4096))
+
+
+def fold_rows(rows_CD: torch.Tensor, record_C: torch.Tensor, layout: RowLayout, top_k: int, grid: RowLaunch) -> None:
+    """Adds the rows of each token of other ranks into its head's, in place: in FP32, in order of k, rounded once. For
+    `gather_rows` with `folded`."""
+    if top_k > 1:
+        _folding(grid.warps, layout.num_local, top_k, rows_CD.shape[1])(grid.copies, rows_CD, record_C, layout.table)
+
+
+@lru_cache(maxsize=256)
 def _copying(warps: int, L: int, W: int, words: Words) -> Launcher:
     from equipoise.kernels.rows_triton import copy_rows_kernel
 
@@ -240,7 +254,7 @@ def copy_rows(rows_RD: torch.Tensor, out_CD: torch.Tensor, layout: RowLayout, gr
 
 
 def _gathering(
-    L: int, K: int, D: int, item_bytes: int, aligned: bool, has_weights: bool, keeps: bool, takes: bool
+    L: int, K: int, D: int, item_bytes: int, aligned: bool, has_weights: bool, keeps: bool, takes: bool, folded: bool
 ) -> tuple[Any, dict[str, Any]]:
     from equipoise.kernels.rows_triton import gather_rows_kernel
 
@@ -253,6 +267,7 @@ def _gathering(
         "HAS_WEIGHTS": has_weights,
         "KEEPS_ROWS": keeps,
         "TAKES_WEIGHTS": takes,
+        "FOLDED": folded,
         "BLOCK": _block(D, 4096),
     }
 
@@ -266,16 +281,17 @@ def gather_rows(
     weights_TK: torch.Tensor | None,
     keeps: bool,
     takes: bool = False,
+    folded: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The sums [T, D] over each token's slots of (weight times) the row in the piece that its expert's rank has named,
     in FP32, in the dtype of `like_CD`, this rank's rows. `keeps`: also the rows themselves [T * K, D]; or `takes`: also
-    what lies there as their weights, float32 [T, K]."""
+    what lies there as their weights, float32 [T, K]. `folded`: every rank has folded its rows (`fold_rows`)."""
     (T, K), D = shape_TK, like_CD.shape[1]
     dtype, device, has_weights = like_CD.dtype, like_CD.device, weights_TK is not None
     out_TD = torch.empty(T, D, dtype=dtype, device=device)
     more = torch.empty(T * K, D, dtype=dtype, device=device) if keeps else None
     more = torch.empty(T, K, dtype=torch.float32, device=device) if takes else more
-    form = layout.num_local, K, D, dtype.itemsize, _words(like_CD)[0].aligned, has_weights, keeps, takes
+    form = layout.num_local, K, D, dtype.itemsize, _words(like_CD)[0].aligned, has_weights, keeps, takes, folded
     weights = layout.table if weights_TK is None else weights_TK
     kept, taken = more if keeps else out_TD, more if takes else layout.table
     exchange.launcher(form, _gathering)(

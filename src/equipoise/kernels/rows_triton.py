@@ -10,7 +10,8 @@ order.
 A token that goes to several experts of one rank is sent there once, to the place of its first slot there, the head.
 Each place has a record that leads from the head to the places of the token's other slots, and the rank copies the row
 to these itself. A token of this rank's own goes to all of its places here at once, while others' are on their way; and
-where rows are so few that another launch takes longer, every token to all of its places everywhere.
+where rows are so few that another launch takes longer, every token to all of its places everywhere. On the way back the
+rank can fold a token's rows into the head's, and only that one is read from afar.
 
 Shapes: P ranks, L local (physical) experts, J = P * L, T tokens of this rank, K slots per token, D features, C rows
 at most here.
@@ -312,6 +313,36 @@ def spread_rows_kernel(
 
 
 @triton.jit
+def fold_rows_kernel(
+    rows_ptr,  # [C, D]
+    record_ptr,  # int32 [C]
+    layout_ptr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds to the head's row those of the token's other places here, in FP32, in order of k; rounded once. Not where
+    the token is this rank's own, or the sender has written all places itself."""
+    total = tl.load(layout_ptr + L).to(tl.int32)
+    dtype: tl.constexpr = rows_ptr.dtype.element_ty
+    zero = tl.zeros([], tl.int64)
+    for row in range(tl.program_id(0), total, tl.num_programs(0)):
+        record = tl.load(record_ptr + row)
+        if (record > 0) & (record < OWN):
+            for start in tl.static_range(0, D, BLOCK):
+                d = start + tl.arange(0, BLOCK)
+                folded = tl.load(rows_ptr + (zero + row) * D + d, mask=d < D, other=0.0).to(tl.float32)
+                place = (record & PLACE_MASK) - 1
+                hops = 0
+                while (place >= 0) & (place < total) & (hops < K - 1):
+                    folded += tl.load(rows_ptr + (zero + place) * D + d, mask=d < D, other=0.0).to(tl.float32)
+                    place = (tl.load(record_ptr + place) & PLACE_MASK) - 1
+                    hops += 1
+                tl.store(rows_ptr + (zero + row) * D + d, folded.to(dtype), mask=d < D)
+
+
+@triton.jit
 def copy_rows_kernel(
     rows_ptr, out_ptr, layout_ptr, L: tl.constexpr, W: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -327,11 +358,14 @@ def copy_rows_kernel(
 
 @triton.jit
 def _load_peer_row(
-    slot, d, named_ptr, pieces_ptr, piece_bytes, target_ptr,
-    D: tl.constexpr, ITEM_BYTES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    slot, d, named_ptr, pieces_ptr, piece_bytes, target_ptr, record_ptr,
+    D: tl.constexpr, ITEM_BYTES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """A slot's row where it lies, zeros if it has none."""
+    """A slot's row where it lies, zeros if it has none, or if it is folded into another."""
     is_row, base, place = _locate(slot, target_ptr, named_ptr, pieces_ptr, piece_bytes)
+    if FOLDED:
+        record = tl.load(record_ptr + slot)
+        is_row = is_row & ((record < FOLLOWER) | (record & OWN > 0))
     row = (base + place * (D * ITEM_BYTES)).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         row = tl.multiple_of(row, 16)
@@ -362,6 +396,7 @@ def gather_rows_kernel(
     HAS_WEIGHTS: tl.constexpr,
     KEEPS_ROWS: tl.constexpr,
     TAKES_WEIGHTS: tl.constexpr,
+    FOLDED: tl.constexpr,
     P: tl.constexpr,
     P_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -371,7 +406,7 @@ def gather_rows_kernel(
     run = _begin(control_ptr, pads_ptr, channel, rank, piece, P, P_PAD)
     wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
     named_ptr = pad_words(pads_ptr, rank, channel, False, P)
-    target_ptr = _targets(layout_ptr, L)
+    target_ptr, record_ptr = _targets(layout_ptr, L), _records(layout_ptr, num_tokens.to(tl.int64) * K, L)
     zero = tl.zeros([], tl.int64)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         if TAKES_WEIGHTS:
@@ -385,14 +420,16 @@ def gather_rows_kernel(
             first = (zero + token) * K
             total = tl.zeros([BLOCK], tl.float32)
             row, is_row = _load_peer_row(
-                first, d, named_ptr, pieces_ptr, piece_bytes, target_ptr, D, ITEM_BYTES, dtype, ALIGNED
-            )
+                first, d, named_ptr, pieces_ptr, piece_bytes, target_ptr, record_ptr, D, ITEM_BYTES, dtype, ALIGNED,
+                FOLDED,
+            )  # fmt: skip
             for k in tl.static_range(K):
                 following, is_following = row, is_row
                 if k + 1 < K:  # on its way while this one is used
                     following, is_following = _load_peer_row(
-                        first + k + 1, d, named_ptr, pieces_ptr, piece_bytes, target_ptr, D, ITEM_BYTES, dtype, ALIGNED
-                    )
+                        first + k + 1, d, named_ptr, pieces_ptr, piece_bytes, target_ptr, record_ptr, D, ITEM_BYTES,
+                        dtype, ALIGNED, FOLDED,
+                    )  # fmt: skip
                 if KEEPS_ROWS:
                     tl.store(kept_ptr + (first + k) * D + d, row, mask=d < D)
                 picked = row.to(tl.float32)

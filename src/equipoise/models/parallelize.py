@@ -141,7 +141,7 @@ def build_parallel_model(
         options = {
             "capacity_factor": chosen.factor(balance is not None),
             "num_buffers": chosen.num_buffers or kept + 1,  # and the exchange under way
-            "weighs_rows": chosen.weighs_rows,
+            "weighs_rows": chosen.weighs(sizes.domain == sizes.ep),
         }
     elif dispatch is not None and dispatch.weighs_rows:
         logger.warning("dispatch.weighs_rows has no effect: rows do not go through the symmetric dispatcher")
