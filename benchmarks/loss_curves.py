@@ -85,6 +85,17 @@ def falls(losses: list[float]) -> bool:
     return all(map(math.isfinite, losses)) and statistics.fmean(losses[-tenth:]) < statistics.fmean(losses[:tenth])
 
 
+def curve_summary(off: list[float], on: list[float]) -> dict[str, Any]:
+    """Of the steps that both have."""
+    differences = [abs(a - b) for a, b in zip(on, off)]
+    return {
+        "steps": len(differences),
+        "largest_difference": max(differences),
+        "first_step_apart": next((step for step, x in enumerate(differences, 1) if x > APART), None),
+        "both_fall": falls(off) and falls(on),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
@@ -104,16 +115,10 @@ def main() -> None:
         fields = ("step", "loss", "rank_imbalance", "rank_imbalance_after", "balance_copies")
         rows += [{"mode": mode} | {key: record[key] for key in fields if key in record} for record in records]
         print(f"{mode}: {losses[mode][0]:.4f} -> {losses[mode][-1]:.4f} in {len(records)} steps", flush=True)
-    differences = [abs(a - b) for a, b in zip(losses["on"], losses["off"])]
-    summary = {
-        "steps": len(differences),
-        "largest_difference": max(differences),
-        "first_step_apart": next((step for step, x in enumerate(differences, 1) if x > APART), None),
-        "both_fall": all(map(falls, losses.values())),
-    }
+    summary = curve_summary(losses["off"], losses["on"])
     out = options.out or results_folder() / f"loss-curves-{options.recipe}.json"
     write_results(out, rows, summary, ("torch", "triton"))
-    title = f"{options.recipe}: training loss, balancing off and on, {len(differences)} steps"
+    title = f"{options.recipe}: training loss, balancing off and on, {summary['steps']} steps"
     out.with_suffix(".svg").write_text(figure(losses, title))
     print(summary, out, flush=True)
 

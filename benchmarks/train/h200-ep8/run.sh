@@ -4,14 +4,42 @@ set -u
 routing=${1:?a routing: natural, 1.2, 1.5, 2, 3, or curves}
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
-nproc=${NPROC:-8}
 recipe=${RECIPE:-h200-ep8}
 limit=${LIMIT_S:-570}
 out=${OUT_DIR:-$root/benchmarks/results/train-$(basename "$recipe" .toml)}
+file=$out/$routing.json
 mkdir -p "$out"
+
+# Modes of a line share a process and take turns: what does not fit into the memory together is apart. Percent: the
+# share of the time that is left which the line may take.
+groups=("30 all_to_all" "40 off" "100 on-1 on-2 forced")
+steps=20
 if [ "$routing" = curves ]; then
-    exec timeout "$limit" python "$root/benchmarks/loss_curves.py" "$recipe" --nproc "$nproc" --steps "${STEPS:-200}" \
-        --slots 1 --limit-s $((limit / 2 - 5)) --out "$out/curves.json" -- ${MORE:-}
+    groups=("50 all_to_all" "100 on-1")
+    steps=200
 fi
-exec timeout "$limit" torchrun --nproc-per-node "$nproc" "$here/study.py" "$routing" --recipe "$recipe" \
-    --layers "${LAYERS:-0}" --steps "${STEPS:-20}" --limit-s "$limit" --out "$out/$routing.json"
+if [ -n "${MODES:-}" ]; then
+    groups=("100 $MODES") # into the file that is there
+elif [ -e "$file" ]; then
+    mv "$file" "$file.before"
+fi
+
+failed=0
+for group in "${groups[@]}"; do
+    read -r share modes <<<"$group"
+    seconds=$(((limit - SECONDS) * share / 100))
+    if [ "$seconds" -lt 1 ]; then
+        echo "$routing: no time left for $modes" >&2
+        failed=1
+        continue
+    fi
+    # shellcheck disable=SC2086  # one argument for each mode
+    timeout -k 10 "$seconds" torchrun --nproc-per-node "${NPROC:-8}" "$here/study.py" "$routing" --recipe "$recipe" \
+        --modes $modes --layers "${LAYERS:-0}" --steps "${STEPS:-$steps}" --limit-s "$seconds" --out "$file"
+    code=$?
+    if [ "$code" -ne 0 ]; then
+        echo "$routing: $modes ended with $code after $SECONDS s in all; $file has the others" >&2
+        failed=1
+    fi
+done
+exit "$failed"
