@@ -28,13 +28,13 @@ failed=0
 for group in "${groups[@]}"; do
     read -r share modes <<<"$group"
     seconds=$(((limit - SECONDS) * share / 100))
-    if [ "$seconds" -lt 1 ]; then
+    if [ "$seconds" -lt 30 ]; then
         echo "$routing: no time left for $modes" >&2
         failed=1
         continue
     fi
     # shellcheck disable=SC2086  # one argument for each mode
-    timeout -k 10 "$seconds" torchrun --nproc-per-node "${NPROC:-8}" "$here/study.py" "$routing" --recipe "$recipe" \
+    timeout -k 5 $((seconds - 15)) torchrun --nproc-per-node "${NPROC:-8}" "$here/study.py" "$routing" --recipe "$recipe" \
         --modes $modes --layers "${LAYERS:-0}" --steps "${STEPS:-$steps}" --limit-s "$seconds" --out "$file"
     code=$?
     if [ "$code" -ne 0 ]; then

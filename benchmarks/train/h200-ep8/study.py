@@ -318,8 +318,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    with StopSignals() as stop, join_world(get_accelerator(), TIMEOUT_S) as world:
-        study(world, stop, options)
+    with join_world(get_accelerator(), TIMEOUT_S) as world:
+        study(world, StopSignals(), options)  # not entered: a signal ends this process, and not only its step
 
 
 if __name__ == "__main__":
