@@ -8,6 +8,7 @@ recipe=${RECIPE:-h200-ep8}
 limit=${LIMIT_S:-570}
 out=${OUT_DIR:-$root/benchmarks/results/train-$(basename "$recipe" .toml)}
 file=$out/$routing.json
+python=${PYTHON:-$(command -v python || command -v python3)}
 mkdir -p "$out"
 
 # Modes of a line share a process and take turns: what does not fit into the memory together is apart. Percent: the
@@ -34,8 +35,8 @@ for group in "${groups[@]}"; do
         continue
     fi
     # shellcheck disable=SC2086  # one argument for each mode
-    timeout -k 5 $((seconds - 15)) torchrun --nproc-per-node "${NPROC:-8}" "$here/study.py" "$routing" --recipe "$recipe" \
-        --modes $modes --layers "${LAYERS:-0}" --steps "${STEPS:-$steps}" --limit-s "$seconds" --out "$file"
+    timeout -k 5 $((seconds - 15)) "$python" -m torch.distributed.run --nproc-per-node "${NPROC:-8}" "$here/study.py" "$routing" \
+        --recipe "$recipe" --modes $modes --layers "${LAYERS:-0}" --steps "${STEPS:-$steps}" --limit-s "$seconds" --out "$file"
     code=$?
     if [ "$code" -ne 0 ]; then
         echo "$routing: $modes ended with $code after $SECONDS s in all; $file has the others" >&2
