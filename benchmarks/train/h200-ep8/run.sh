@@ -39,7 +39,7 @@ for group in "${groups[@]}"; do
         --recipe "$recipe" --modes $modes --layers "${LAYERS:-0}" --steps "${STEPS:-$steps}" --limit-s "$seconds" --out "$file"
     code=$?
     if [ "$code" -ne 0 ]; then
-        echo "$routing: $modes ended with $code after $SECONDS s in all; $file has the others" >&2
+        echo "$routing: $modes ended with $code after $SECONDS s in all; what others measured stays in $file" >&2
         failed=1
     fi
 done
