@@ -34,8 +34,9 @@ for group in "${groups[@]}"; do
         failed=1
         continue
     fi
+    # Time to end the ranks (30 s if they hang) before torchrun itself is killed, which would leave them behind.
     # shellcheck disable=SC2086  # one argument for each mode
-    timeout -k 5 $((seconds - 15)) "$python" -m torch.distributed.run --nproc-per-node "${NPROC:-8}" "$here/study.py" "$routing" \
+    timeout -k 35 $((seconds - 15)) "$python" -m torch.distributed.run --nproc-per-node "${NPROC:-8}" "$here/study.py" "$routing" \
         --recipe "$recipe" --modes $modes --layers "${LAYERS:-0}" --steps "${STEPS:-$steps}" --limit-s "$seconds" --out "$file"
     code=$?
     if [ "$code" -ne 0 ]; then
