@@ -9,12 +9,16 @@ benchmarks/results/loss-curves-demo.json and .svg; h200-ep2 on two GPUs)
 """
 
 import argparse
+import contextlib
 import json
 import math
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +31,35 @@ APART = 1e-4
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 400, 60, 20, 40, 45
 
 
-def train(
-    recipe: str, num_ranks: int, steps: int, mode: str, slots: int, more: list[str], limit_s: float
-) -> list[dict]:
-    """The step records of one run."""
+def start(recipe: str, num_ranks: int, steps: int, mode: str, slots: int, more: list[str], folder: Path) -> Any:
+    """One run, whose step records and last words are in `folder`."""
     chosen = [*MODES[mode], str(slots)] if mode == "on" else list(MODES[mode])
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [sys.executable, "-m", "equipoise", "train", recipe, "--nproc-per-node", str(num_ranks)]
-        command += ["--out", str(out), "--train.steps", str(steps), "--train.eval_every", "0", *chosen, *more]
-        subprocess.run(command, check=True, timeout=limit_s, stdout=subprocess.DEVNULL)
-        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "loss" in record]
+    command = [sys.executable, "-m", "equipoise", "train", recipe, "--nproc-per-node", str(num_ranks)]
+    command += ["--out", str(folder / "run"), "--train.steps", str(steps), "--train.eval_every", "0", *chosen, *more]
+    with (folder / "errors").open("wb") as errors:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+
+
+def step_records(process: Any, folder: Path, limit_s: float) -> list[dict]:
+    """What a run has recorded when it ends, or at the limit, where it is ended.
+
+    Raises:
+        SystemExit: it failed, or had recorded nothing by then; with the end of what it said.
+    """
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    failed = process.returncode not in (0, -signal.SIGKILL)
+    lines = []
+    with contextlib.suppress(FileNotFoundError):
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = [record for record in records if "loss" in record]
+    if failed or not records:
+        raise SystemExit(f"a run failed:\n{(folder / 'errors').read_text(errors='replace')[-3000:]}")
+    return records
 
 
 def curve(losses: list[float], low: float, high: float) -> str:
@@ -102,19 +123,34 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--limit-s", type=float, default=600.0, help="of each run")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of each run; what it has by then is taken")
+    parser.add_argument("--at-once", action="store_true", help="both runs on the same devices at the same time")
     parser.add_argument("--out", type=Path, help="of the JSON; the figure lies beside it")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     own, more = sys.argv[1:split], sys.argv[split + 1 :]
     options = parser.parse_args(own)
     rows: list[dict[str, Any]] = []
     losses: dict[str, list[float]] = {}
-    for mode in MODES:
-        records = train(options.recipe, options.nproc, options.steps, mode, options.slots, more, options.limit_s)
-        losses[mode] = [record["loss"] for record in records]
-        fields = ("step", "loss", "rank_imbalance", "rank_imbalance_after", "balance_copies")
-        rows += [{"mode": mode} | {key: record[key] for key in fields if key in record} for record in records]
-        print(f"{mode}: {losses[mode][0]:.4f} -> {losses[mode][-1]:.4f} in {len(records)} steps", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folders = {mode: Path(name) / mode for mode in MODES}
+        running: dict[str, Any] = {}
+        try:
+            for mode, folder in folders.items():
+                folder.mkdir()
+                running[mode] = start(options.recipe, options.nproc, options.steps, mode, options.slots, more, folder)
+                if not options.at_once:
+                    step_records(running[mode], folder, options.limit_s)
+            end = time.monotonic() + options.limit_s
+            for mode, folder in folders.items():
+                records = step_records(running[mode], folder, max(end - time.monotonic(), 0.1))
+                losses[mode] = [record["loss"] for record in records]
+                fields = ("step", "loss", "rank_imbalance", "rank_imbalance_after", "balance_copies")
+                rows += [{"mode": mode} | {key: record[key] for key in fields if key in record} for record in records]
+                print(f"{mode}: {losses[mode][0]:.4f} -> {losses[mode][-1]:.4f} in {len(records)} steps", flush=True)
+        finally:
+            for process in running.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
     summary = curve_summary(losses["off"], losses["on"])
     out = options.out or results_folder() / f"loss-curves-{options.recipe}.json"
     write_results(out, rows, summary, ("torch", "triton"))

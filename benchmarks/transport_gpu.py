@@ -223,7 +223,7 @@ def exchange(bench: Bench, megabytes: int, summary: dict[str, Any]) -> None:
         summary["combine_speedup_in_graphs"][megabytes] = graphs[1] / graphs[0]
     row["nccl_same_rows_us"] = bench.us(lambda: (reorder(arrived, inverse_R, order_R), nccl_combine()))
     summary["combine_speedup_exact_sums"][megabytes] = row["nccl_us"] / combined
-    weighing = SymmetricDispatcher(NUM_EXPERTS, bench.space, 1.25, max_tokens=T, num_buffers=3, weighs_rows=True)
+    weighing = SymmetricDispatcher(NUM_EXPERTS, bench.space, 1.25, max_tokens=T, num_buffers=7, weighs_rows=True)
     weighing.reserve(T, K, D, 2)
     rows_RD, kept_C, layout, weights_C = weighing.send(x_TD, places, weights_TK)
     weighed_RD = weighing.make_rows(x_TD.dtype).copy_(rows_RD * weights_C[:, None])

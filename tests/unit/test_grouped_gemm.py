@@ -206,6 +206,36 @@ def test_every_tile_is_dealt_once_and_slots_evenly(monkeypatch: pytest.MonkeyPat
                 assert close(value, g.T @ x), (programs, M)
 
 
+def test_work_is_divided_where_other_ranks_may_be_at_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    from equipoise.kernels import grouped_launch_triton
+    from equipoise.kernels.grouped_launch_triton import num_programs
+    from equipoise.kernels.tuning import Block
+
+    block, launched = Block(), []
+    monkeypatch.setattr(grouped_launch_triton, "num_multiprocessors", lambda device: 132)
+    programs = lambda tiles, has_slots=True: num_programs(DEVICE, block, tiles, has_slots)  # noqa: E731
+    assert programs(10_000) == 132, "no other ranks"
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    assert [programs(n) // 132 for n in (0, 500, 132 * 8, 132 * 31, 10_000)] == [1, 1, 2, 7, 8]
+    assert programs(10_000, has_slots=False) == 132
+    monkeypatch.setattr(grouped_launch_triton, "num_multiprocessors", lambda device: 1)
+    real = grouped_launch_triton.num_programs
+    monkeypatch.setattr(
+        grouped_launch_triton, "num_programs", lambda *given: launched.append(real(*given)) or launched[-1]
+    )
+    counts, N, K = [40, 2, 0, 37], 40, 24
+    rows, weight = normal(79, K), normal(4, N, K, seed=1)
+    grad, held = normal(79, N, seed=2), torch.zeros(1, N, K, device=DEVICE)
+    tiles = make_tiles(counts, 3, 79)
+    out = dual_forward(rows, weight[:3], weight[3:].clone(), tiles)
+    assert close(out, torch.cat([x @ w.T for x, w in zip(rows.double().split(counts), weight.double())]))
+    made = [*dual_wgrad(grad, rows, tiles, 3, torch.float32, held, add=True), *held]
+    for value, g, x in zip(made, grad.double().split(counts), rows.double().split(counts)):
+        assert close(value, g.T @ x)
+    assert min(launched) > 1, launched
+
+
 def test_slots_without_gradients_are_left_out() -> None:
     """Tables cover the slots, nobody gave a buffer for them: only masters' gradients are made."""
     rows, grad = normal(20, 24), normal(20, 16)

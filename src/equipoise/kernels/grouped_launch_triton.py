@@ -1,4 +1,8 @@
-"""Launches of the grouped kernels: descriptors or pointers, one program per multiprocessor. Writes into given outputs.
+"""Launches of the grouped kernels: descriptors or pointers, programs that walk over tiles. Writes into given outputs.
+
+Alone on the device one program per multiprocessor is best. Balanced experts run beside transfers of replicas, which
+hold some multiprocessors for a while. Programs that have to wait for one must not have a whole one's work before them,
+so there are several shorter ones.
 
 Descriptors are made on the host and travel as kernel arguments, so no launch needs Triton's scratch allocator, which is
 a context variable that other threads (autograd's) do not have and that others overwrite.
@@ -8,6 +12,7 @@ import logging
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -27,6 +32,8 @@ logger = logging.getLogger(__name__)
 SLOT_COLUMNS: int = _SLOT_COLUMNS.value
 RAGGED_ROWS = 1 << 30
 RAGGED_OUTER = 0x7FFF0000
+MOST_PARTS, TILES_OF_A_PART = 8, 4
+"""Into how many programs the work of one is divided beside transfers, and tiles that each keeps at least."""
 
 
 @lru_cache
@@ -35,6 +42,15 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return 3
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
+
+
+def num_programs(device: torch.device, block: Block, tiles: int, has_slots: bool) -> int:
+    """Of a launch over `tiles` tiles at most; more than one for each multiprocessor's share where other ranks may be at
+    work on the slots."""
+    programs = block.programs * num_multiprocessors(device)
+    if not (has_slots and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return programs
+    return programs * min(max(tiles // (programs * TILES_OF_A_PART), 1), MOST_PARTS)
 
 
 def dense(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -103,7 +119,9 @@ def launch_gemm(
         shape = [1, BN, BK] if transposed else [1, BK, BN]
         weights = [None if w is None else dense(w, shape) for w in weights]
         out = ragged(out_RO, [BM, BN // 2 if block.split else BN])
-    dual_gemm_kernel[(block.programs * num_multiprocessors(rows_RC.device),)](
+    has_slots = tiles.offsets_L1.shape[0] - 1 > masters.shape[0]  # which may have a launch of their own
+    programs = num_programs(rows_RC.device, block, tiles.expert_W.shape[0] * -(-O // BN), has_slots)
+    dual_gemm_kernel[(programs,)](
         rows, weights[0], weights[1], bias, slot_bias, out, *_tables(tiles), rows_RC.shape[0],
         masters.stride(0), 0 if slots is None else slots.stride(0),
         M=masters.shape[0], C=C, O=O, TRANSPOSED=transposed, HAS_MASTERS=masters_too, HAS_SLOTS=slots is not None,
@@ -138,7 +156,9 @@ def launch_wgrad(
         masters = dense(out_masters, [1, BM, BN >> block.split])
     if describe_slots and out_slots is not None:
         slots = dense(out_slots, [1, BM, SLOT_COLUMNS])
-    dual_wgrad_kernel[(block.programs * num_multiprocessors(rows_RK.device),)](
+    num_experts = M * masters_too + (0 if out_slots is None else out_slots.shape[0])
+    num_tiles = num_experts * -(-N // BM) * -(-K // BN)
+    dual_wgrad_kernel[(num_programs(rows_RK.device, block, num_tiles, offsets_L1.shape[0] - 1 > M),)](
         grad, rows, masters, slots, offsets_L1, order_L, 0 if out_slots is None else out_slots.stride(0),
         M, 0 if out_slots is None else out_slots.shape[0], N=N, K=K,
         MASTERS=1 if masters_too else triton.next_power_of_2(M), HAS_MASTERS=masters_too,

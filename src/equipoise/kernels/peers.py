@@ -28,8 +28,8 @@ FAILED, MISSING, RUN, NEEDED_ROWS, ROW_CAPACITY, HAS_LEFT = 0, 1, 2, 3, 4, 5
 of its runs, and whether that rank has abandoned the group; and how many rows a rank would have had to receive, where
 buffers hold fewer."""
 
-PUSH_PROGRAMS, PULL_PROGRAMS = 64, 64
-"""Programs of a transfer beside other work, at most one to a multiprocessor."""
+PUSH_PROGRAMS, PULL_PROGRAMS = 16, 24
+"""Multiprocessors that a transfer beside other work takes at most."""
 SMALL_FROM = 48
 """As many programs are small ones, which share a multiprocessor with a product's: at most 16384 registers, where a
 product leaves 22528. Fewer are large ones, which have one to themselves, and which a product's have to wait for."""
