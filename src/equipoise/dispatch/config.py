@@ -22,8 +22,8 @@ class DispatchConfig(Config):
     ask for."""
     weighs_rows: bool | None = None
     """Whether tokens' weights go along with them, experts multiply by these, and an expert's rank adds up a token's
-    rows before they come back. Less goes over the link, and outputs need not be kept for the weights' gradients
-    (tokens x top_k x hidden_size elements of each MoE layer). With false, sums are those of all_to_all bit for bit;
+    rows before they come back. Less goes over the link, and kernel triton need not keep outputs for the weights'
+    gradients (tokens x top_k x hidden_size elements of each MoE layer). With false, sums are those of all_to_all bit for bit;
     with true they are rounded once more. Unset: true, unless parallel.domain_size divides the EP group."""
 
     def factor(self, is_balanced: bool) -> float:
