@@ -23,8 +23,8 @@ class DispatchConfig(Config):
     weighs_rows: bool | None = None
     """Whether tokens' weights go along with them, experts multiply by these, and an expert's rank adds up a token's
     rows before they come back. Less goes over the link, and kernel triton need not keep outputs for the weights'
-    gradients (tokens x top_k x hidden_size elements of each MoE layer). With false, sums are those of all_to_all bit for bit;
-    with true they are rounded once more. Unset: true, unless parallel.domain_size divides the EP group."""
+    gradients (tokens x top_k x hidden_size elements of each MoE layer). With false, sums are those of all_to_all bit
+    for bit; with true they are rounded once more. Unset: true, unless parallel.domain_size divides the EP group."""
 
     def factor(self, is_balanced: bool) -> float:
         """`capacity_factor` of the dispatcher; 0 is the worst case."""
