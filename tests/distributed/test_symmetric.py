@@ -367,9 +367,20 @@ def as_collective(world: World, meshes: Meshes) -> float:
     return difference
 
 
+def seen(pull_gradients: Callable[..., Any], added_to: list[int]) -> Callable[..., Any]:
+    """The same, which also notes the addresses of the masters' gradients."""
+
+    def pull(name: str, copies: Copies, gradients: Any, what: str) -> Any:
+        added_to.extend(gradient.data_ptr() for gradient in gradients)
+        return pull_gradients(name, copies, gradients, what)
+
+    return pull
+
+
 def weights_with_rows(world: World, meshes: Meshes) -> dict[str, float]:
     """Balanced SwiGLU experts that get the rows' weights from the symmetric dispatcher, against those of `all_to_all`,
-    which multiplies at the tokens' rank: largest relative differences of outputs and all gradients."""
+    which multiplies at the tokens' rank: largest relative differences of outputs and all gradients. These are the
+    tensors that replicas' were added to, not copies (the interpreter keeps what kernels have got, and so forces one)."""
     space, group, found = make_space(meshes), meshes.ep_group, {}
     assert group is not None
     mine = slice(world.rank * E // 2, (world.rank + 1) * E // 2)
@@ -377,7 +388,8 @@ def weights_with_rows(world: World, meshes: Meshes) -> dict[str, float]:
     up, down = (torch.randn(E, *shape, generator=everybody)[mine].clone() for shape in WEIGHTS.values())
     for kernel, slots in (("triton", 2), ("loop", 1)):
         collective, symmetric = make_balancer(group, slots), symmetric_balancer(space, meshes, slots)
-        number = symmetric.num_physical_experts
+        number, added_to = symmetric.num_physical_experts, list[int]()
+        symmetric.transport.pull_gradients = seen(symmetric.transport.pull_gradients, added_to)  # type: ignore[method-assign]
         sending = SymmetricDispatcher(number, space, 0, max_tokens=8, weighs_rows=True)
         layers = (
             balanced(build_dispatcher("all_to_all", number, group), collective, "loop"),
@@ -388,7 +400,9 @@ def weights_with_rows(world: World, meshes: Meshes) -> dict[str, float]:
             scores[:, : E // 2] += 1
             x, gradient = (torch.randn(tokens, D, generator=generator) for _ in range(2))
             given = x, scores.topk(2).indices.int(), torch.rand(tokens, 2, generator=generator), gradient
+            added_to.clear()
             want, got = (run(layer, given, up, down) for layer in layers)
+            assert kernel == "triton" or {g.data_ptr() for g in got[3:]} == set(added_to)
             found[f"{kernel} {tokens}"] = max(relative(b, a) for a, b in zip(want, got))
     return found
 

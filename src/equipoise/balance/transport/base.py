@@ -34,7 +34,7 @@ class GradientPull(Protocol):
 
     added_to: Sequence[torch.Tensor] | None
     """The masters' gradients, if the transport adds to them; they are right after `finish`, which then
-    adds only what has come in another way."""
+    adds only what has come in another way. None after it: autograd copies a gradient that somebody else has, too."""
 
     def finish(self, add: Callable[[int, torch.Tensor], None]) -> None:
         """Waits, and calls `add(local, gradient)` for each replica of this rank's masters in order of physical id.

@@ -59,6 +59,7 @@ class _BothPulls:
     def finish(self, add: Callable[[int, torch.Tensor], None]) -> None:
         for part in self._parts:
             part.finish(add)
+        self.added_to = None
 
     def force(self) -> None:
         for part in self._parts:

@@ -69,6 +69,7 @@ class DevicePull:
 
     def finish(self, add: Callable[[int, torch.Tensor], None]) -> None:
         self._work.wait()
+        self.added_to = None
 
     def force(self) -> None:
         self._work.wait()
