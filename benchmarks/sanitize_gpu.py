@@ -46,6 +46,7 @@ from equipoise.kernels.permute import combine, make_permutation, permute
 from equipoise.kernels.reroute import reroute_permutation
 from equipoise.kernels.rotary_norm import rotary_norm
 from equipoise.kernels.router_weights import router_weights
+from equipoise.kernels.rows import RowLayout, copy_rows, fold_rows, row_launch, spread_rows
 from equipoise.kernels.select_experts import select_experts
 from equipoise.kernels.tiles import make_tiles
 from equipoise.kernels.tuning import BLOCK_ROWS, Block, read_table
@@ -115,6 +116,26 @@ def rows() -> None:
             combine(permute(x, permutation), weights, permutation).float().sum().backward()
 
 
+def rows_of_others() -> None:
+    """What becomes of rows where they have arrived: heads and followers in chains of up to K, buffers not full."""
+    grid = row_launch(DEVICE)
+    for L, K, D, chains in ((1, 2, 64, 0), (3, 2, 7, 1), (18, 4, 4096, 700), (5, 8, 1000, 33)):
+        length = [1 + chain % K for chain in range(chains)]
+        total, record, head = sum(length), [], 0
+        for count in length:
+            for step in range(1, count + 1):
+                record.append((head + step + 1 if step < count else 0) + (2**30 if step > 1 else 0))
+            head += count
+        record_C = torch.tensor(record + [total + 5] * 3, dtype=torch.int32, device=DEVICE)
+        layout = RowLayout.empty(4, L, DEVICE)
+        layout.table.zero_()[L] = total
+        rows_CD, weights_C = normal(total + 3, D), torch.rand(total + 3, device=DEVICE)
+        spread_rows(rows_CD, record_C, layout, K, grid)
+        spread_rows(rows_CD, record_C, layout, K, grid, weights_C)
+        fold_rows(rows_CD, record_C, layout, K, grid)
+        copy_rows(rows_CD, torch.empty_like(rows_CD), layout, grid)
+
+
 def plan() -> None:
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     for P, E, R in ((4, 12, 2), (8, 32, 1), (64, 256, 2)):
@@ -173,6 +194,7 @@ PARTS: dict[str, Callable[[], None]] = {
     **{f"weight_gradients_{i}": partial(weight_gradients, b, i == 0) for i, b in enumerate(table_blocks())},
     "swiglu": swiglu,
     "rows": rows,
+    "rows_of_others": rows_of_others,
     "plan": plan,
     "router": router,
     "training": training,
@@ -181,7 +203,7 @@ PARTS: dict[str, Callable[[], None]] = {
 CHECKS = [
     *(("memcheck", part) for part in PARTS),
     *(("synccheck", part) for part in PARTS),
-    *(("racecheck", part) for part in ("rows", "plan", "router", "training", "checksums")),
+    *(("racecheck", part) for part in ("rows", "rows_of_others", "plan", "router", "training", "checksums")),
 ]
 
 
