@@ -1,5 +1,6 @@
 """A toy model trained twice: by plain PyTorch in one process, and by the parallel trainer. Used by parity tests."""
 
+import math
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -186,9 +187,13 @@ def train_in_parallel(case: Case, world: World, steps: int = 3, meshes: Meshes |
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """||a - b|| / ||b||; the norm of a where b is 0."""
+    """||a - b|| / ||b||; the norm of a where b is 0. Infinite for a NaN, which `max` and `>` would pass over."""
     norm = float(b.norm())
-    return float((a - b).norm()) / norm if norm else float(a.norm())
+    return _seen(float((a - b).norm()) / norm if norm else float(a.norm()))
+
+
+def _seen(difference: float) -> float:
+    return math.inf if math.isnan(difference) else difference
 
 
 def noise_only(reference: Trained) -> set[str]:
@@ -206,12 +211,12 @@ def noise_only(reference: Trained) -> set[str]:
 
 def differences(a: Trained, b: Trained) -> dict[str, float]:
     """Norm-relative difference of everything, by name; `b` is the reference."""
-    found = {f"loss of step {i}": abs(x - y) / abs(y) for i, (x, y) in enumerate(zip(a.losses, b.losses))}
-    found |= {f"norm of step {i}": abs(x - y) / abs(y) for i, (x, y) in enumerate(zip(a.norms, b.norms))}
+    found = {f"loss of step {i}": _seen(abs(x - y) / abs(y)) for i, (x, y) in enumerate(zip(a.losses, b.losses))}
+    found |= {f"norm of step {i}": _seen(abs(x - y) / abs(y)) for i, (x, y) in enumerate(zip(a.norms, b.norms))}
     noise = noise_only(b)
     for i, (x, y) in enumerate(zip(a.gradients, b.gradients)):
         found |= {f"gradient of {n} in step {i}": relative(x[n], y[n]) for n in y if n not in noise}
-        found |= {f"gradient of {n} in step {i}": float(x[n].norm()) / b.norms[i] for n in noise}
+        found |= {f"gradient of {n} in step {i}": _seen(float(x[n].norm()) / b.norms[i]) for n in noise}
     found |= {f"{n} after training": relative(a.parameters[n], b.parameters[n]) for n in b.parameters if n not in noise}
     return found
 

@@ -379,8 +379,8 @@ def seen(pull_gradients: Callable[..., Any], added_to: list[int]) -> Callable[..
 
 def weights_with_rows(world: World, meshes: Meshes) -> dict[str, float]:
     """Balanced SwiGLU experts that get the rows' weights from the symmetric dispatcher, against those of `all_to_all`,
-    which multiplies at the tokens' rank: largest relative differences of outputs and all gradients. These are the
-    tensors that replicas' were added to, not copies (the interpreter keeps what kernels have got, and so forces one)."""
+    which multiplies at the tokens' rank: largest relative differences of outputs and all gradients. Those are the
+    tensors that replicas' were added to, not copies (the interpreter keeps what kernels got, and so forces one)."""
     space, group, found = make_space(meshes), meshes.ep_group, {}
     assert group is not None
     mine = slice(world.rank * E // 2, (world.rank + 1) * E // 2)
