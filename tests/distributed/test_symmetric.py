@@ -26,6 +26,7 @@ from equipoise.balance.planner_host import plan_load
 from equipoise.balance.replicas import Copies, replicas_of
 from equipoise.balance.transport.symmetric import SymmetricBuffers, SymmetricTransport
 from equipoise.dispatch import SymmetricDispatcher, build_dispatcher
+from equipoise.dispatch import symmetric as symmetric_dispatch
 from equipoise.dispatch.config import DispatchConfig
 from equipoise.distributed.mesh import Meshes, ParallelConfig
 from equipoise.distributed.world import World
@@ -143,6 +144,97 @@ def dispatch_as_all_to_all(world: World, meshes: Meshes) -> dict[str, list[str]]
         assert memory is not None
         assert memory.pieces.num_free == 6, "everything lent has come back"
     return found
+
+
+class ExpInto(torch.autograd.Function):
+    """Experts that write into the dispatcher's memory and keep what they wrote."""
+
+    @staticmethod
+    def forward(ctx, rows_RD, make_rows):
+        out_RD = torch.exp(rows_RD, out=make_rows(rows_RD.dtype))
+        ctx.save_for_backward(out_RD)
+        return out_RD
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        return grad_RD * ctx.saved_tensors[0], None
+
+
+def rows_that_others_hold(world: World, meshes: Meshes) -> dict[str, Any]:
+    """Ranks add up rows where they lie. What is then of gradients that a hook or another tensor's backward gets too: is
+    it what it was? And of outputs that experts keep: the error."""
+    found: dict[str, Any] = {}
+    space = make_space(meshes)
+    ids_TK = torch.tensor([[0, 1, 4, 6], [4, 5, 6, 7]] if world.rank == 0 else [[0, 1, 2, 3], [7, 0, 6, 1]])
+
+    def arrive(slots: int, **options: Any) -> tuple[SymmetricDispatcher, torch.Tensor, Any, int]:
+        dispatcher = SymmetricDispatcher(E, space, 0, **({"few_bytes": 0, "weighs_rows": True} | options))
+        x_TD = torch.randn(2, D, generator=torch.Generator().manual_seed(world.rank)).requires_grad_()
+        arrived = dispatcher.dispatch(x_TD, ids_TK[:, :slots], torch.ones(2, slots))
+        return dispatcher, x_TD, arrived, int(arrived.counts_M.sum())
+
+    kept: list[torch.Tensor] = []
+    dispatcher, x_TD, arrived, number = arrive(4)
+    rows_RD = arrived.rows_RD
+    rows_RD.register_hook(lambda grad: kept.extend([grad, grad.clone()]))
+    scale = torch.full((number, 1), 2.0)
+    dispatcher.combine(ScaleInto.apply(rows_RD, scale, arrived.make_rows), arrived.handle).sum().backward()
+    found["hook"] = torch.equal(kept[0][:number], kept[1][:number])
+    found["gradient"] = x_TD.grad is not None and torch.equal(x_TD.grad, torch.full((2, D), 8.0))
+    kept.clear()
+
+    earlier_RD = torch.zeros(len(rows_RD), D, requires_grad=True) * 1.0  # its backward comes after the dispatch's
+    earlier_RD.register_hook(lambda grad: kept.append(grad[:number].clone()))
+    dispatcher, x_TD, arrived, number = arrive(4)
+    both_RD = ScaleInto.apply(arrived.rows_RD + earlier_RD, scale[:number], arrived.make_rows)
+    dispatcher.combine(both_RD, arrived.handle).sum().backward()
+    found["shared"] = torch.equal(kept[0], torch.full((number, D), 2.0))
+
+    for slots in (1, 4):
+        dispatcher, x_TD, arrived, _ = arrive(slots)
+        arrived.rows_RD.detach()[int(arrived.counts_M.sum()) :] = 0
+        try:
+            dispatcher.combine(ExpInto.apply(arrived.rows_RD, arrived.make_rows), arrived.handle).sum().backward()
+            found[f"kept outputs, top {slots}"] = ""
+        except RuntimeError as error:
+            found[f"kept outputs, top {slots}"] = str(error)
+    return found
+
+
+def evaluation_first(world: World, meshes: Meshes) -> list[bool]:
+    """Whether gradients are right behind a forward without, in each of torch's modes."""
+    space, right = make_space(meshes), []
+    for mode in (torch.no_grad, torch.inference_mode):
+        dispatcher = SymmetricDispatcher(E, space, 0, few_bytes=0, weighs_rows=True)
+        for context in (mode(), torch.enable_grad()):
+            with context:
+                x_TD = torch.ones(2, D, requires_grad=True)
+                weights_TK = torch.ones(2, 4, requires_grad=True)
+                arrived = dispatcher.dispatch(x_TD, torch.arange(8).view(2, 4), weights_TK)
+                number = int(arrived.counts_M.sum())
+                assert arrived.weights_R is not None
+                rows_RD = arrived.rows_RD * arrived.weights_R[:, None]
+                scaled_RD = ScaleInto.apply(rows_RD, torch.full((number, 1), 2.0), arrived.make_rows)
+                y_TD = dispatcher.combine(scaled_RD, arrived.handle)
+                right.append(torch.equal(y_TD, torch.full((2, D), 8.0)))
+        y_TD.sum().backward()
+        assert x_TD.grad is not None
+        assert weights_TK.grad is not None
+        right += [torch.equal(x_TD.grad, y_TD), torch.equal(weights_TK.grad, torch.full((2, 4), 2.0 * D))]
+    return right
+
+
+def wider_rows(world: World, meshes: Meshes) -> tuple[str, float]:
+    """Experts return FP32 rows of FP16 tokens: the message, and seconds of a timeout of 60."""
+    dispatcher = SymmetricDispatcher(E, make_space(meshes), 0, weighs_rows=True)
+    ids_TK, started = torch.arange(8).view(2, 4), time.monotonic()
+    arrived = dispatcher.dispatch(torch.ones(2, D, dtype=torch.float16), ids_TK, torch.ones(2, 4))
+    assert arrived.weights_R is not None
+    try:
+        dispatcher.combine(arrived.rows_RD * arrived.weights_R[:, None], arrived.handle)
+    except ConfigError as error:
+        return str(error), time.monotonic() - started
+    return "", 0.0
 
 
 def deepep_as_all_to_all(world: World, meshes: Meshes) -> dict[str, dict[str, float]]:
@@ -386,11 +478,19 @@ def weights_with_rows(world: World, meshes: Meshes) -> dict[str, float]:
     mine = slice(world.rank * E // 2, (world.rank + 1) * E // 2)
     everybody, generator = torch.Generator().manual_seed(5), torch.Generator().manual_seed(world.rank)
     up, down = (torch.randn(E, *shape, generator=everybody)[mine].clone() for shape in WEIGHTS.values())
+    copied: list[int] = []
+    copy_rows = symmetric_dispatch.copy_rows
+
+    def counted(*given: Any) -> None:
+        copied.append(1)
+        copy_rows(*given)
+
+    symmetric_dispatch.copy_rows = counted  # type: ignore[assignment]
     for kernel, slots in (("triton", 2), ("loop", 1)):
         collective, symmetric = make_balancer(group, slots), symmetric_balancer(space, meshes, slots)
         number, added_to = symmetric.num_physical_experts, list[int]()
         symmetric.transport.pull_gradients = seen(symmetric.transport.pull_gradients, added_to)  # type: ignore[method-assign]
-        sending = SymmetricDispatcher(number, space, 0, max_tokens=8, weighs_rows=True)
+        sending = SymmetricDispatcher(number, space, 0, max_tokens=8, few_bytes=0, weighs_rows=True)
         layers = (
             balanced(build_dispatcher("all_to_all", number, group), collective, "loop"),
             balanced(sending, symmetric, kernel),
@@ -404,19 +504,29 @@ def weights_with_rows(world: World, meshes: Meshes) -> dict[str, float]:
             want, got = (run(layer, given, up, down) for layer in layers)
             assert kernel == "triton" or {g.data_ptr() for g in got[3:]} == set(added_to)
             found[f"{kernel} {tokens}"] = max(relative(b, a) for a, b in zip(want, got))
+            assert len(copied) == (0 if kernel == "triton" else 2), (
+                "rows and gradients of `triton` are added up in place"
+            )
+            copied.clear()
+    symmetric_dispatch.copy_rows = copy_rows
     return found
 
 
 def training_with_weights(world: World, meshes: Meshes) -> dict[str, Any]:
     """The same in whole training: what differs from plain training by more than rounding."""
     few_candidates()
-    found, combine, keeps = {}, SymmetricDispatcher.combine, set()
+    found, combine, dispatch, keeps = {}, SymmetricDispatcher.combine, SymmetricDispatcher.dispatch, set()
+
+    def sending_once(dispatcher: SymmetricDispatcher, *given: Any) -> Any:
+        dispatcher.few_bytes = 0  # so that rows are added up before they come back
+        return dispatch(dispatcher, *given)
 
     def watched(dispatcher: SymmetricDispatcher, rows_RD: torch.Tensor, handle: Any) -> torch.Tensor:
         keeps.add(handle.weights_TK is not None)
         return combine(dispatcher, rows_RD, handle)
 
-    SymmetricDispatcher.combine = watched  # type: ignore[method-assign]
+    SymmetricDispatcher.combine = watched  # type: ignore[method-assign,assignment]
+    SymmetricDispatcher.dispatch = sending_once  # type: ignore[method-assign,assignment]
     for recompute, balance in (("full", BalanceConfig(tolerance=0.0)), ("none", None)):
         model = toy_model(num_hidden_layers=1, mlp_only_layers=(), selection_bias=True, bias_update_speed=0.0)
         case = Case(
@@ -428,6 +538,7 @@ def training_with_weights(world: World, meshes: Meshes) -> dict[str, Any]:
         assert (trained.copies > 0) == (balance is not None)
         found[recompute] = {k: v for k, v in differences(trained, plain).items() if not v <= case.limit}
     SymmetricDispatcher.combine = combine  # type: ignore[method-assign]
+    SymmetricDispatcher.dispatch = dispatch  # type: ignore[method-assign]
     assert keeps == {False}, "experts have multiplied by the weights in every combine"
     return found
 
@@ -483,6 +594,9 @@ def what_cannot_be(world: World, meshes: Meshes) -> list[str]:
 def two() -> Outcomes:
     scenarios = [
         dispatch_as_all_to_all,
+        rows_that_others_hold,
+        evaluation_first,
+        wider_rows,
         deepep_as_all_to_all,
         results_that_outlive_the_buffers,
         overflow,
@@ -528,6 +642,30 @@ def check_rows(ranks: Outcomes) -> None:
     for found in ranks.of(dispatch_as_all_to_all):
         assert len(found) == 22
         assert {name: differing for name, differing in found.items() if differing} == {}
+
+
+def test_gradients_that_others_hold_stay_as_they_are(two: Outcomes) -> None:
+    for found in two.of(rows_that_others_hold):
+        assert found["hook"]
+        assert found["gradient"]
+        assert found["shared"]
+
+
+def test_experts_that_keep_outputs_which_are_added_up_are_told(two: Outcomes) -> None:
+    for found in two.of(rows_that_others_hold):
+        assert found["kept outputs, top 1"] == "", "nothing is added up"
+        assert "modified by an inplace operation" in found["kept outputs, top 4"]
+
+
+def test_a_first_forward_for_inference_leaves_training_as_it_is(two: Outcomes) -> None:
+    assert two.of(evaluation_first) == [[True] * 8] * 2
+
+
+def test_rows_that_do_not_fit_into_the_buffers_are_refused(two: Outcomes) -> None:
+    for message, seconds in two.of(wider_rows):
+        assert "float32" in message
+        assert "2 bytes" in message
+        assert seconds < 30
 
 
 def test_the_adapter_of_deepep_keeps_its_contract(two: Outcomes) -> None:

@@ -22,7 +22,8 @@ class Dispatched:
     counts_M: int64 on the rows' device, rows of each local expert. Rows past their sum belong to nobody.
     handle: the dispatcher's own record of the exchange, to be given to `combine` once.
     make_rows: for experts that can choose where they write: memory for their outputs and for the gradient of their
-        rows, which then need not be copied; None where it makes no difference.
+        rows, which then need not be copied, and which `combine` and the backward may overwrite; None where it makes no
+        difference.
     weights_R: weights that the experts have to give their outputs, since `combine` adds them as they are; None where it
         is `combine` that multiplies.
     """

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 from equipoise.dispatch.base import AnyExchange, DeviceExchange, Dispatched
+from equipoise.dispatch.holders import num_holders, num_holders_alone
 from equipoise.errors import ConfigError
 from equipoise.kernels.permute import make_permutation
 from equipoise.kernels.rows import (
@@ -118,6 +119,7 @@ class SymmetricDispatcher:
         self.num_local_experts = num_experts // space.num_ranks
         self.capacity_factor, self.max_tokens, self.num_buffers = capacity_factor, max_tokens, num_buffers
         self.few_bytes, self.launch, self.weighs_rows = few_bytes, row_launch(space.device), weighs_rows
+        self._holders_alone = num_holders_alone()
         names = ("count exchange", "dispatch", "combine", "backward of combine", "backward of dispatch")
         self._counts, self._dispatch, self._combine, self._combine_backward, self._dispatch_backward = map(
             space.channel, names
@@ -127,7 +129,7 @@ class SymmetricDispatcher:
         self._memory: _Memory | None = None
         self._exchanges: dict[int, Exchange] = {}
         self._records = self._weights = Part(0, (0,), torch.int32)
-        self._has_warned = False
+        self._has_warned = self._has_told = False
 
     @property
     def num_bytes(self) -> int:
@@ -288,12 +290,30 @@ class SymmetricDispatcher:
         keeps: bool,
         record_C: torch.Tensor,
         given_C: torch.Tensor | None = None,
+        is_held: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's tokens' sums of (weighted) rows at their experts' ranks, and the rows [T * K, D] if they are
-        kept, or their part [T, K] of what the experts' ranks give (float32); those of slots without an id are 0."""
+        kept, or their part [T, K] of what the experts' ranks give (float32); those of slots without an id are 0.
+        `is_held`: others have the rows too, which have to stay as they are.
+
+        Raises:
+            ConfigError: the rows' elements are larger than the buffers were made for.
+        """
         memory = self._memory
         assert memory is not None
+        if rows_RD.element_size() > memory.item_bytes:
+            self.space.abandon()
+            raise ConfigError(
+                f"experts returned rows of {rows_RD.dtype}; the buffers were made for elements of {memory.item_bytes} "
+                "bytes, as the tokens have. Cast the rows to the tokens' dtype (products with weights_R are float32)"
+            )
+        folds = self.weighs_rows and shape_TK[1] > 1 and not self._exchanges[channel].sends_all
         number, rows = memory.pieces.number_of(rows_RD), rows_RD
+        if folds and is_held and number is not None:
+            number = None
+            if not self._has_told:
+                self._has_told = True
+                logger.info("others (hooks, sums) have the gradients of dispatched rows too: they are copied")
         if number is None:
             number, _ = self._find_piece(is_kept=False)
             rows = memory.pieces.lend(number, memory.rows(rows_RD.dtype))
@@ -301,7 +321,7 @@ class SymmetricDispatcher:
         if given_C is not None:
             memory.pieces.lend(number, self._weights).copy_(given_C)
         exchange, takes = self._exchanges[channel], given_C is not None
-        if self.weighs_rows and not exchange.sends_all:
+        if folds:
             fold_rows(rows, record_C, layout, shape_TK[1], self.launch)
             if rows is rows_RD and not rows.is_inference():
                 torch.autograd.graph.increment_version(rows)  # so that nobody's backward takes them for what they were
@@ -343,9 +363,10 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_CD, grad_weights_C=None):
+        is_held = num_holders(grad_CD) > ctx.dispatcher._holders_alone
         channel, rows_CD = ctx.dispatcher._dispatch_backward, grad_CD.contiguous()
         grad_TD, grad_weights_TK = ctx.dispatcher.collect(
-            channel, rows_CD, ctx.layout, ctx.shape_TK, None, False, *ctx.saved_tensors, grad_weights_C
+            channel, rows_CD, ctx.layout, ctx.shape_TK, None, False, *ctx.saved_tensors, grad_weights_C, is_held
         )
         return grad_TD, grad_weights_TK, None, None, None
 

@@ -63,8 +63,10 @@ class LeasedMemory:
         known = self._known[number].get(part)
         if known is None:
             strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
-            known = torch.empty(0, dtype=part.dtype, device=self._pieces[number].device)
-            known.set_(self._pieces[number].untyped_storage(), part.offset // part.dtype.itemsize, part.shape, strides)
+            storage = self._pieces[number].untyped_storage()
+            with torch.inference_mode(False):  # or no later backward could keep it
+                known = torch.empty(0, dtype=part.dtype, device=self._pieces[number].device)
+                known.set_(storage, part.offset // part.dtype.itemsize, part.shape, strides)
             self._known[number][part] = known
             self._uses[number] += 1
         lent = known.data
