@@ -40,18 +40,38 @@ def start(recipe: str, num_ranks: int, steps: int, mode: str, slots: int, more: 
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes that this one has started, and those that they have; none where there is no /proc."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(parents.get(pid, []))
+    for child in found:  # which grows
+        found += parents.get(child, [])
+    return found
+
+
+def end(process: Any) -> None:
+    """Kills a run and its ranks: these have sessions of their own and would outlive their launcher."""
+    for pid in (process.pid, *descendants(process.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
 def step_records(process: Any, folder: Path, limit_s: float) -> list[dict]:
     """What a run has recorded when it ends, or at the limit, where it is ended.
 
     Raises:
         SystemExit: it failed, or had recorded nothing by then; with the end of what it said.
     """
+    failed = False
     try:
-        process.wait(limit_s)
+        failed = process.wait(limit_s) != 0
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    failed = process.returncode not in (0, -signal.SIGKILL)
+        end(process)
     lines = []
     with contextlib.suppress(FileNotFoundError):
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -129,20 +149,24 @@ def main() -> None:
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     own, more = sys.argv[1:split], sys.argv[split + 1 :]
     options = parser.parse_args(own)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the runs too
     rows: list[dict[str, Any]] = []
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folders = {mode: Path(name) / mode for mode in MODES}
         running: dict[str, Any] = {}
         try:
+            records_of: dict[str, list[dict]] = {}
             for mode, folder in folders.items():
                 folder.mkdir()
                 running[mode] = start(options.recipe, options.nproc, options.steps, mode, options.slots, more, folder)
                 if not options.at_once:
-                    step_records(running[mode], folder, options.limit_s)
-            end = time.monotonic() + options.limit_s
+                    records_of[mode] = step_records(running[mode], folder, options.limit_s)
+            deadline = time.monotonic() + options.limit_s
             for mode, folder in folders.items():
-                records = step_records(running[mode], folder, max(end - time.monotonic(), 0.1))
+                if options.at_once:
+                    records_of[mode] = step_records(running[mode], folder, max(deadline - time.monotonic(), 0.1))
+                records = records_of[mode]
                 losses[mode] = [record["loss"] for record in records]
                 fields = ("step", "loss", "rank_imbalance", "rank_imbalance_after", "balance_copies")
                 rows += [{"mode": mode} | {key: record[key] for key in fields if key in record} for record in records]
@@ -150,12 +174,13 @@ def main() -> None:
         finally:
             for process in running.values():
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+                    end(process)
     summary = curve_summary(losses["off"], losses["on"])
     out = options.out or results_folder() / f"loss-curves-{options.recipe}.json"
     write_results(out, rows, summary, ("torch", "triton"))
     title = f"{options.recipe}: training loss, balancing off and on, {summary['steps']} steps"
-    out.with_suffix(".svg").write_text(figure(losses, title))
+    both = {mode: values[: summary["steps"]] for mode, values in losses.items()}
+    out.with_suffix(".svg").write_text(figure(both, title))
     print(summary, out, flush=True)
 
 
