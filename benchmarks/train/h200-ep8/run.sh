@@ -25,6 +25,10 @@ elif [ -e "$file" ]; then
     mv "$file" "$file.before"
 fi
 
+# Told to end, it ends the ranks first, which are in process groups of their own.
+running=
+trap '[ -z "$running" ] || { kill "$running" && wait "$running"; }; exit 143' TERM INT HUP
+
 failed=0
 for group in "${groups[@]}"; do
     read -r share modes <<<"$group"
@@ -37,8 +41,11 @@ for group in "${groups[@]}"; do
     # Time to end the ranks (30 s if they hang) before torchrun itself is killed, which would leave them behind.
     # shellcheck disable=SC2086  # one argument for each mode
     timeout -k 35 $((seconds - 15)) "$python" -m torch.distributed.run --nproc-per-node "${NPROC:-8}" "$here/study.py" "$routing" \
-        --recipe "$recipe" --modes $modes --layers "${LAYERS:-0}" --steps "${STEPS:-$steps}" --limit-s "$seconds" --out "$file"
+        --recipe "$recipe" --modes $modes --layers "${LAYERS:-0}" --steps "${STEPS:-$steps}" --limit-s "$seconds" --out "$file" &
+    running=$!
+    wait "$running"
     code=$?
+    running=
     if [ "$code" -ne 0 ]; then
         echo "$routing: $modes ended with $code after $SECONDS s in all; what others measured stays in $file" >&2
         failed=1
