@@ -310,6 +310,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=570.0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    if options.routing not in (NATURAL, CURVES):
+        try:
+            float(options.routing)
+        except ValueError:
+            parser.error(f"routing is {options.routing!r}; expected {NATURAL}, {CURVES} or a number such as 1.5")
     options.modes = [key for key in MODES if key in options.modes]
     if options.routing == CURVES and len(options.modes) != 1:
         parser.error(f"{CURVES}: one mode to a process, since each begins with new weights: give --modes")
