@@ -58,7 +58,7 @@ class Ranks:
         few = 0 if dtype == torch.float32 else FEW_BYTES
         in_memory = SymmetricDispatcher(physical, self.space, 0, max_tokens=T, few_bytes=few)
         options: dict[str, Any] = {"max_tokens": T, "few_bytes": 0, "weighs_rows": True}
-        weighing = SymmetricDispatcher(physical, self.space, 0, **options)
+        weighing = self.weighing = SymmetricDispatcher(physical, self.space, 0, **options)
         self.layers: dict[str, Layer] = {
             "symmetric": balanced(in_memory, symmetric, kernel),
             "weighing": balanced(weighing, symmetric, kernel),
@@ -91,6 +91,7 @@ def same_bits(ranks: Ranks) -> dict[str, Any]:
             differences = [relative(a.float(), b.float()) for ours in (symmetric, weighing) for a, b in zip(ours, off)]
             found["difference"] = max(found["difference"], *differences)
     ranks.space.check()
+    assert not ranks.weighing._has_told, "gradients of rows are added up where they lie, not copied"
     return found
 
 
