@@ -135,3 +135,5 @@ def test_a_load_that_sizes_cannot_have() -> None:
     for imbalance, experts in ((limit + 1e-6, 32), (0.99, 32), (1.2, 4)):
         with pytest.raises(ConfigError, match="1 to "):
             HotExperts(imbalance, experts, 4, 2)
+    with pytest.raises(ConfigError, match="3 experts: a load with 3 hot ones"):
+        HotExperts(1.2, 3, 2, 1)

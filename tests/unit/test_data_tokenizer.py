@@ -106,6 +106,17 @@ def test_the_byte_tokenizer_has_its_own_end_token() -> None:
         load_tokenizer("bytes", eos_token="</s>")
 
 
+def test_a_name_that_is_nearly_bytes_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.data.tokenizer.tokenizer_folder", lambda spec: pytest.fail(f"asked for {spec}"))
+    for spec in ("bits", "byte", "byts"):
+        with pytest.raises(DataError, match=f"data.tokenizer '{spec}' does not exist; did you mean 'bytes'"):
+            load_tokenizer(spec)
+    monkeypatch.setattr("equipoise.data.tokenizer.tokenizer_folder", lambda spec: Path("/nowhere"))
+    for spec in ("gpt2", "google/byt5-small"):  # these are asked for
+        with pytest.raises(DataError, match="not"):
+            load_tokenizer(spec)
+
+
 def test_what_is_no_tokenizer_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"folder has no tokenizer\.json"):
         load_tokenizer(str(tmp_path))

@@ -16,6 +16,8 @@ class HotExperts:
 
     def __init__(self, imbalance: float, num_experts: int, num_experts_per_tok: int, num_ranks: int) -> None:
         here = num_experts // num_ranks
+        if num_experts <= HOT:
+            raise ConfigError(f"{num_experts} experts: a load with {HOT} hot ones needs others beside them")
         cold = (here - HOT) / (num_experts - HOT)
         limit = num_ranks * (cold + (1 - cold) * min(1.0, HOT / num_experts_per_tok))
         if here < HOT or not 1 <= imbalance <= limit:

@@ -1,5 +1,6 @@
 """Text to token ids and back: plain bytes, or a `tokenizer.json` of the Hugging Face `tokenizers` library."""
 
+import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -166,6 +167,8 @@ def load_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     path = Path(spec).expanduser()
     if not path.exists():
+        if "/" not in spec and difflib.get_close_matches(spec, ["bytes"]):  # before the hub is asked for long
+            raise DataError(f"data.tokenizer {spec!r} does not exist; did you mean 'bytes'?")
         if not is_hub_id(spec):
             raise DataError(
                 f"data.tokenizer {spec!r} does not exist; give 'bytes', a tokenizer.json, a folder that "
