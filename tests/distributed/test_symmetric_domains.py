@@ -11,7 +11,7 @@ from distributed.balance_rig import few_candidates
 from distributed.parity import Case, differences, relative, toy_model, train_in_parallel, train_plainly
 from distributed.rig import Outcomes, run_scenarios
 from distributed.test_dispatch import ROUTINGS
-from distributed.test_symmetric import run_dispatcher
+from distributed.test_symmetric_rows import run_dispatcher
 from equipoise.balance import BalanceConfig, Placement
 from equipoise.balance.replicas import Copies, replicas_of
 from equipoise.balance.transport.domain import DomainBuffers, DomainTransport

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from distributed.balance_rig import E
 from distributed.rig import Outcomes, run_scenarios
-from distributed.test_symmetric import CPU, make_space
+from distributed.symmetric_rig import CPU, make_space
 from equipoise.balance.replicas import Copies
 from equipoise.balance.transport.symmetric import SymmetricBuffers, SymmetricTransport
 from equipoise.distributed.mesh import Meshes, ParallelConfig

@@ -80,7 +80,8 @@ for has_weights, want in ((True, True), (True, False), (False, False)):
 types = piece | layout | {"weights_ptr": "*fp32", "kept_ptr": "*bf16", "taken_ptr": "*fp32", "out_ptr": "*bf16",
                           "num_tokens": "i32", "weight_offset": "i64"}
 for has_weights, keeps, takes, folded in ((True, True, False, False), (False, False, False, False),
-                                          (False, False, True, True), (False, False, False, True)):
+                                          (False, False, True, False), (False, False, True, True),
+                                          (False, False, False, True)):
     ptx = compile(rows.gather_rows_kernel, types, HAS_WEIGHTS=has_weights, KEEPS_ROWS=keeps, TAKES_WEIGHTS=takes,
                   FOLDED=folded, **features)
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx

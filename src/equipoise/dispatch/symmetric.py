@@ -307,7 +307,8 @@ class SymmetricDispatcher:
                 f"experts returned rows of {rows_RD.dtype}; the buffers were made for elements of {memory.item_bytes} "
                 "bytes, as the tokens have. Cast the rows to the tokens' dtype (products with weights_R are float32)"
             )
-        folds = self.weighs_rows and shape_TK[1] > 1 and not self._exchanges[channel].sends_all
+        exchange, takes = self._exchanges[channel], given_C is not None
+        folds = self.weighs_rows and shape_TK[1] > 1 and not exchange.sends_all  # the same on every rank
         number, rows = memory.pieces.number_of(rows_RD), rows_RD
         if folds and is_held and number is not None:
             number = None
@@ -320,12 +321,11 @@ class SymmetricDispatcher:
             copy_rows(rows_RD, rows, layout, self.launch)
         if given_C is not None:
             memory.pieces.lend(number, self._weights).copy_(given_C)
-        exchange, takes = self._exchanges[channel], given_C is not None
         if folds:
             fold_rows(rows, record_C, layout, shape_TK[1], self.launch)
             if rows is rows_RD and not rows.is_inference():
                 torch.autograd.graph.increment_version(rows)  # so that nobody's backward takes them for what they were
-        return gather_rows(exchange, number, layout, shape_TK, rows, weights_TK, keeps, takes, self.weighs_rows)
+        return gather_rows(exchange, number, layout, shape_TK, rows, weights_TK, keeps, takes, folds)
 
     def send_weighted(
         self,

@@ -235,9 +235,9 @@ def _folding(warps: int, L: int, K: int, D: int) -> Launcher:
 
 def fold_rows(rows_CD: torch.Tensor, record_C: torch.Tensor, layout: RowLayout, top_k: int, grid: RowLaunch) -> None:
     """Adds the rows of each token of other ranks into its head's, in place: in FP32, in order of k, rounded once. For
-    `gather_rows` with `folded`."""
-    if top_k > 1:
-        _folding(grid.warps, layout.num_local, top_k, rows_CD.shape[1])(grid.copies, rows_CD, record_C, layout.table)
+    `gather_rows` with `folded`. Not where the senders wrote all places themselves, or tokens have one slot."""
+    launcher = _folding(grid.warps, layout.num_local, top_k, rows_CD.shape[1])
+    launcher(grid.copies, rows_CD, record_C, layout.table)
 
 
 @lru_cache(maxsize=256)
