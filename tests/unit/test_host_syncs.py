@@ -14,7 +14,7 @@ from equipoise.accelerator import CPUAccelerator
 from equipoise.dispatch import build_dispatcher
 from equipoise.dispatch.base import Dispatcher
 from equipoise.distributed.world import join_world
-from equipoise.kernels.select_experts import select_experts
+from equipoise.kernels.select_experts import plain_select
 from equipoise.moe.experts import Experts
 from equipoise.moe.layer import MoELayer
 from equipoise.moe.router import Router, RouterConfig
@@ -83,7 +83,7 @@ def test_a_layer_reads_what_its_dispatcher_documents_and_nothing_else(name: str)
 @pytest.mark.parametrize("valid", [None, torch.tensor([True, False, True])])
 def test_selecting_experts_reads_nothing(groups: tuple[int, int], valid: torch.Tensor | None) -> None:
     with HostReads() as reads:
-        select_experts._init_fn(torch.rand(3, E), torch.zeros(E), valid, K, *groups)
+        plain_select(torch.rand(3, E), torch.zeros(E), valid, K, *groups)
     assert reads.names == []
 
 

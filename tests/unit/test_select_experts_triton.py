@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from equipoise.kernels.router_weights import fused_router_weights, plain_router_weights
+from equipoise.kernels.router_weights import (
+    fused_router_weights,
+    plain_router_weights,
+    router_weights_backward,
+    router_weights_forward,
+)
 from equipoise.kernels.select_experts import plain_select
 
 pytest.importorskip("triton")
@@ -58,6 +63,18 @@ def test_weights_equal_fp64(T: int, E: int, k: int, is_softmax: bool, is_normali
 
 
 def test_operator_is_registered_whole() -> None:
-    logits = torch.randn(3, 5).to(DEVICE).requires_grad_()
+    logits = torch.randn(3, 5).to(DEVICE)
     ids = torch.tensor([[0, 4], [-1, -1], [2, 1]], dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(fused_router_weights, (logits, ids, True, True, 1.0))
+    torch.library.opcheck(router_weights_forward, (logits, ids, True, True, 1.0))
+    torch.library.opcheck(router_weights_backward, (torch.ones(3, 2).to(DEVICE), logits, ids, True, True, 1.0))
+
+
+def test_compiles_whole() -> None:
+    ids = torch.tensor([[0, 4], [-1, -1], [2, 1]], dtype=torch.int32, device=DEVICE)
+    run = lambda logits: fused_router_weights(logits, ids, True, True, 1.5).square().sum()  # noqa: E731
+    compiled, gradients = torch.compile(run, fullgraph=True, backend="aot_eager"), []
+    for function in (run, compiled):
+        logits = torch.linspace(-1, 1, 15).view(3, 5).to(DEVICE).requires_grad_()
+        function(logits).backward()
+        gradients.append(logits.grad)
+    assert torch.equal(*gradients)

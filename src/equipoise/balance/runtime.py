@@ -15,12 +15,12 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from equipoise.balance.config import BalanceConfig, planner_settings
 from equipoise.balance.device_planner import ExchangingPlanner
@@ -38,6 +38,7 @@ from equipoise.balance.transport.symmetric import SymmetricBuffers, SymmetricTra
 from equipoise.balance.unseen import unseen
 from equipoise.distributed.collectives import Group, live_group
 from equipoise.errors import ConfigError
+from equipoise.kernels.ranges import named_range
 from equipoise.kernels.reroute import reroute_permutation
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _moving_weights() -> record_function:
+def _moving_weights() -> AbstractContextManager[Any]:
     """The profiler's name for sending weights of replicas: to a forward, or back for a backward."""
-    return record_function("moe.restore" if _in_backward() else "moe.push")
+    return named_range("moe.restore" if _in_backward() else "moe.push")
 
 
 class _Slots:
@@ -252,7 +253,7 @@ class Balancer:
             with unseen():
                 return self._recall(ids_TK, key)
         self.transport.check()
-        with torch.no_grad(), unseen(), record_function("moe.plan"):
+        with torch.no_grad(), unseen(), named_range("moe.plan"):
             decide = self._decide if self._device_planner is None else self._decide_on_device
             step = decide(ids_TK, key, counts_E)
         if key is not None:
@@ -312,7 +313,7 @@ class Balancer:
         """
         if self._device_planner is not None:
             return
-        with torch.no_grad(), unseen(), record_function("moe.plan"):
+        with torch.no_grad(), unseen(), named_range("moe.plan"):
             counts_LE = torch.stack([count_load(ids_TK, self.num_experts) for ids_TK in ids])
             load_PLE = self._gather(counts_LE.flatten()).cpu().view(-1, *counts_LE.shape)
             for number, key in enumerate(keys):
@@ -457,13 +458,13 @@ class Balancer:
         """The slots' gradients, after the last transfer out of them."""
         pull = self._pulls.pop(name, None)
         if pull is not None:
-            with record_function("moe.reduce"):
+            with named_range("moe.reduce"):
                 pull.force()
         return self.buffers.gradients(name)
 
     def pull_gradients(self, step: Step, name: str, gradients: Sequence[torch.Tensor]) -> GradientPull:
         """Starts the transfer of the slots' gradients to the masters' ranks."""
-        with record_function("moe.reduce"):
+        with named_range("moe.reduce"):
             pull = self.transport.pull_gradients(name, step.copies, gradients, f"gradients {name!r} of {step.where}")
         self._pulls[name] = pull
         return pull

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.profiler import record_function
 
 from equipoise.balance.compute import Counts, dual_add_bias, dual_linear, dual_mlp
 from equipoise.balance.plan import BalancePlan
 from equipoise.balance.replicas import Copies, Masters, Replica, as_masters, replicas_of
 from equipoise.balance.transport.base import GradientPull
 from equipoise.errors import ConfigError, PlanError
+from equipoise.kernels.ranges import named_range
 from equipoise.kernels.rows import RowMaker
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ class Step:
             else:
                 rounded[local] = row.float().add_(gradient)
 
-        with record_function("moe.reduce"):
+        with named_range("moe.reduce"):
             pull.finish(add)
             for local, total in rounded.items():
                 rows[local].copy_(total)

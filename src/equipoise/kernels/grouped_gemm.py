@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from equipoise.kernels.operators import operator
 from equipoise.kernels.rows import RowMaker
 from equipoise.kernels.tiles import Tiles, make_tiles
 from equipoise.kernels.tuning import Block, block_rows, choose_block
@@ -72,9 +73,8 @@ def _gemm(
     return out
 
 
-@torch.library.custom_op(
-    "equipoise::dual_gemm",
-    mutates_args=(),
+@operator(
+    "dual_gemm",
     schema="(Tensor rows_RC, Tensor masters, Tensor? slots, Tensor? bias_MN, Tensor? bias_SN, "
     f"{_TILES}, bool transposed) -> Tensor",
 )
@@ -83,7 +83,7 @@ def _dual_gemm(rows_RC, masters, slots, bias_MN, bias_SN, *tiles_transposed):
     return _gemm(rows_RC, masters, slots, bias_MN, bias_SN, Tiles(*tiles), transposed)
 
 
-@_dual_gemm.register_fake
+@torch.library.register_fake("equipoise::dual_gemm")
 def _(rows_RC, masters, slots, bias_MN, bias_SN, *tiles_transposed):
     return rows_RC.new_empty(rows_RC.shape[0], masters.shape[1 if tiles_transposed[-1] else 2])
 
@@ -137,7 +137,7 @@ def run_wgrad(
     return out
 
 
-@torch.library.custom_op("equipoise::dual_wgrad", mutates_args=("out_slots",))
+@operator("dual_wgrad", mutates_args=("out_slots",))
 def _dual_wgrad(
     grad_RN: torch.Tensor,
     rows_RK: torch.Tensor,
@@ -151,7 +151,7 @@ def _dual_wgrad(
     return _wgrad(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype, add)
 
 
-@torch.library.custom_op("equipoise::masters_wgrad", mutates_args=())
+@operator("masters_wgrad")
 def _masters_wgrad(
     grad_RN: torch.Tensor,
     rows_RK: torch.Tensor,
@@ -164,19 +164,18 @@ def _masters_wgrad(
     return _wgrad(grad_RN, rows_RK, None, offsets_L1, order_L, num_masters, dtype, False)
 
 
-@_dual_wgrad.register_fake
+@torch.library.register_fake("equipoise::dual_wgrad")
 def _(grad_RN, rows_RK, out_slots, offsets_L1, order_L, num_masters, dtype, add):
     return rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
 
 
-@_masters_wgrad.register_fake
+@torch.library.register_fake("equipoise::masters_wgrad")
 def _(grad_RN, rows_RK, offsets_L1, order_L, num_masters, dtype):
     return rows_RK.new_empty(num_masters, grad_RN.shape[1], rows_RK.shape[1], dtype=dtype)
 
 
-@torch.library.custom_op(
-    "equipoise::dual_swiglu_forward",
-    mutates_args=(),
+@operator(
+    "dual_swiglu_forward",
     schema=f"(Tensor rows_RD, Tensor masters, Tensor? slots, Tensor? weights_R, {_TILES}) -> (Tensor, Tensor)",
 )
 def _dual_swiglu_forward(rows_RD, masters, slots, weights_R, *tiles):
@@ -200,15 +199,14 @@ def _swiglu_forward(
     return act, hidden
 
 
-@_dual_swiglu_forward.register_fake
+@torch.library.register_fake("equipoise::dual_swiglu_forward")
 def _(rows_RD, masters, slots, weights_R, *tiles):
     R, inner = rows_RD.shape[0], masters.shape[1] // 2
     return rows_RD.new_empty(R, inner), rows_RD.new_empty(R, 2 * inner)
 
 
-@torch.library.custom_op(
-    "equipoise::dual_swiglu_backward",
-    mutates_args=(),
+@operator(
+    "dual_swiglu_backward",
     schema="(Tensor grad_RD, Tensor masters, Tensor? slots, Tensor hidden, Tensor? weights_R, "
     f"{_TILES}) -> (Tensor, Tensor, Tensor)",
 )
@@ -224,7 +222,7 @@ def _dual_swiglu_backward(grad_RD, masters, slots, hidden, weights_R, *tiles):
     return grad_hidden, act, grad_weights_R
 
 
-@_dual_swiglu_backward.register_fake
+@torch.library.register_fake("equipoise::dual_swiglu_backward")
 def _(grad_RD, masters, slots, hidden, weights_R, *tiles):
     R, inner = hidden.shape[0], masters.shape[2]
     grad_weights_R = hidden.new_empty(0 if weights_R is None else R, dtype=torch.float32)

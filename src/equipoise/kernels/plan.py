@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from equipoise.kernels.launching import launch
+from equipoise.kernels.operators import operator
 from equipoise.kernels.peers import Signals
 from equipoise.kernels.triton_support import triton_problem
 
@@ -93,7 +94,7 @@ def plan(load_PE: torch.Tensor, tables: PlanTables, terms: PlanTerms) -> _Parts:
     return _plan(load_PE, *tables, *terms)
 
 
-@torch.library.custom_op("equipoise::plan", mutates_args=("workspace",))
+@operator("plan", mutates_args=("workspace",))
 def _plan(
     load_PE: torch.Tensor,
     rules_V4: torch.Tensor,
@@ -230,6 +231,6 @@ def _outputs(like: torch.Tensor, P: int, E: int, num_slots: int) -> _Parts:
     )
 
 
-@_plan.register_fake
+@torch.library.register_fake("equipoise::plan")
 def _(load_PE, rules_V4, steps_K, workspace, rank, num_slots, *settings):
     return _outputs(load_PE, load_PE.shape[0], load_PE.shape[1], num_slots)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from equipoise.kernels.launching import launch
+from equipoise.kernels.operators import operator
 from equipoise.kernels.permute import Permutation
 
 BLOCK_SLOTS = 128
@@ -316,7 +317,7 @@ def _fake_permutation(ids_TK: torch.Tensor, num_destinations: int) -> tuple[torc
     )
 
 
-@torch.library.custom_op("equipoise::sort_slots", mutates_args=())
+@operator("sort_slots")
 def sort_slots(
     ids_TK: torch.Tensor, num_destinations: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -325,12 +326,12 @@ def sort_slots(
     return slot_R, row_TK, valid_TK, counts
 
 
-@sort_slots.register_fake
+@torch.library.register_fake("equipoise::sort_slots")
 def _(ids_TK, num_destinations):
     return _fake_permutation(ids_TK, num_destinations)
 
 
-@torch.library.custom_op("equipoise::reroute", mutates_args=())
+@operator("reroute")
 def reroute_slots(
     ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_J: torch.Tensor, num_experts: int, num_ranks: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -339,7 +340,7 @@ def reroute_slots(
     return physical_TK, slot_R, row_TK, valid_TK, counts
 
 
-@reroute_slots.register_fake
+@torch.library.register_fake("equipoise::reroute")
 def _(ids_TK, slot_expert, send_J, num_experts, num_ranks, rank):
     return (ids_TK.new_empty(ids_TK.shape), *_fake_permutation(ids_TK, send_J.shape[0]))
 

@@ -5,6 +5,7 @@ Shapes: T tokens, E experts, K experts per token.
 
 import torch
 
+from equipoise.kernels.operators import operator
 from equipoise.kernels.triton_support import use_triton
 
 
@@ -19,8 +20,8 @@ def plain_router_weights(
     return weights_TK * scale
 
 
-@torch.library.custom_op("equipoise::router_weights", mutates_args=())
-def fused_router_weights(
+@operator("router_weights")
+def router_weights_forward(
     logits_TE: torch.Tensor, ids_TK: torch.Tensor, is_softmax: bool, is_normalised: bool, scale: float
 ) -> torch.Tensor:
     from equipoise.kernels.select_experts_triton import triton_router_weights
@@ -28,12 +29,12 @@ def fused_router_weights(
     return triton_router_weights(logits_TE, ids_TK, is_softmax, is_normalised, scale)
 
 
-@fused_router_weights.register_fake
+@torch.library.register_fake("equipoise::router_weights")
 def _(logits_TE, ids_TK, is_softmax, is_normalised, scale):
     return logits_TE.new_empty(ids_TK.shape)
 
 
-@torch.library.custom_op("equipoise::router_weights_backward", mutates_args=())
+@operator("router_weights_backward")
 def router_weights_backward(
     grad_TK: torch.Tensor,
     logits_TE: torch.Tensor,
@@ -47,21 +48,28 @@ def router_weights_backward(
     return triton_router_weights_backward(grad_TK, logits_TE, ids_TK, is_softmax, is_normalised, scale)
 
 
-@router_weights_backward.register_fake
+@torch.library.register_fake("equipoise::router_weights_backward")
 def _(grad_TK, logits_TE, ids_TK, is_softmax, is_normalised, scale):
     return logits_TE.new_empty(logits_TE.shape)
 
 
-def _setup(ctx, inputs, output):
-    logits_TE, ids_TK, *ctx.options = inputs
-    ctx.save_for_backward(logits_TE, ids_TK)
+class _RouterWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_TE, ids_TK, is_softmax, is_normalised, scale):
+        ctx.save_for_backward(logits_TE, ids_TK)
+        ctx.options = is_softmax, is_normalised, scale
+        return router_weights_forward(logits_TE, ids_TK, *ctx.options)
+
+    @staticmethod
+    def backward(ctx, grad_TK):
+        return router_weights_backward(grad_TK, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
-def _backward(ctx, grad_TK):
-    return router_weights_backward(grad_TK, *ctx.saved_tensors, *ctx.options), None, None, None, None
-
-
-fused_router_weights.register_autograd(_backward, setup_context=_setup)
+def fused_router_weights(
+    logits_TE: torch.Tensor, ids_TK: torch.Tensor, is_softmax: bool, is_normalised: bool, scale: float
+) -> torch.Tensor:
+    """The Triton form of `router_weights`, which needs no scores."""
+    return _RouterWeights.apply(logits_TE, ids_TK, is_softmax, is_normalised, scale)
 
 
 def router_weights(

@@ -5,6 +5,7 @@ Shapes: T tokens, E experts, K experts per token, G groups.
 
 import torch
 
+from equipoise.kernels.operators import operator
 from equipoise.kernels.triton_support import use_triton
 
 NO_EXPERT = -1
@@ -37,7 +38,7 @@ def keep_best_groups(scores_TE: torch.Tensor, num_groups: int, num_kept: int) ->
     return scores_TGe.masked_fill(~kept_TG[..., None], float("-inf")).flatten(1)
 
 
-@torch.library.custom_op("equipoise::select_experts", mutates_args=())
+@operator("select_experts")
 def select_experts(
     scores_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -65,7 +66,7 @@ def select_experts(
     return plain_select(scores_TE, bias_E, valid_T, k, num_groups, num_kept_groups)
 
 
-@select_experts.register_fake
+@torch.library.register_fake("equipoise::select_experts")
 def _(scores_TE, bias_E, valid_T, k, num_groups, num_kept_groups):
     T, E = scores_TE.shape
     return scores_TE.new_empty((T, k), dtype=torch.int32), scores_TE.new_empty((E,), dtype=torch.int32)

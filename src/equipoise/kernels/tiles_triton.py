@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from equipoise.kernels.operators import operator
 from equipoise.kernels.tiles import Tiles, max_tiles
 
 
@@ -62,7 +63,7 @@ def _empty_tables(counts_L: torch.Tensor, W: int) -> tuple[torch.Tensor, ...]:
     return tuple(counts_L.new_empty(size, dtype=torch.int32) for size in (L + 1, W, W, 2, L))
 
 
-@torch.library.custom_op("equipoise::tile_tables", mutates_args=())
+@operator("tile_tables")
 def tile_tables(
     counts_L: torch.Tensor, num_masters: int, num_rows: int, block_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,7 +91,7 @@ def tile_tables(
     return offsets, expert, row, num, order
 
 
-@tile_tables.register_fake
+@torch.library.register_fake("equipoise::tile_tables")
 def _(counts_L, num_masters, num_rows, block_rows):
     return _empty_tables(counts_L, max_tiles(num_rows, counts_L.shape[0], block_rows))
 

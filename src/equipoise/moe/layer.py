@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from equipoise.dispatch.base import Dispatcher
+from equipoise.kernels.ranges import named_range
 from equipoise.moe.beside import Beside, SideStream
 from equipoise.moe.experts import Experts
 from equipoise.moe.replay import LayerReplay
@@ -74,7 +74,7 @@ class MoELayer(nn.Module):
         `balancing.enter` gave at the start of the decoder layer. `replay`: recorded experts to be followed."""
         x_TD = x_BSD.flatten(0, 1)
         phase = _no_phase if self.observer is None else self.observer.phase
-        with record_function("moe.router"), phase("router"):
+        with named_range("moe.router"), phase("router"):
             routing = self.gate(x_TD, None if valid_BS is None else valid_BS.flatten(), replay)
         ids_TK, exchange, step = routing.ids_TK, None, None
         experts: Callable[..., torch.Tensor] = self.experts
@@ -85,15 +85,15 @@ class MoELayer(nn.Module):
         forked_TD, region = x_TD, None
         if self.beside is not None:
             forked_TD, region = self.beside.fork(x_TD)
-        with record_function("moe.dispatch"), phase("dispatch"):
+        with named_range("moe.dispatch"), phase("dispatch"):
             arrived = self.dispatcher.dispatch(x_TD, ids_TK, routing.weights_TK, exchange)
         shared_TD = None
         if self.shared_experts is not None:  # launched behind the dispatch, which gets its share of the device first
-            with record_function("moe.shared"):
+            with named_range("moe.shared"):
                 shared_TD = self.shared_experts(forked_TD)
-        with record_function("moe.experts"), phase("experts"):
+        with named_range("moe.experts"), phase("experts"):
             rows_RD = experts(arrived.rows_RD, arrived.counts_M, arrived.make_rows, arrived.weights_R)
-        with record_function("moe.combine"), phase("combine"):
+        with named_range("moe.combine"), phase("combine"):
             y_TD = self.dispatcher.combine(rows_RD, arrived.handle)
         if self.observer is not None:
             placement = None if step is None else step.step.plan.placement
