@@ -89,7 +89,7 @@ for has_weights, keeps, takes, folded in ((True, True, False, False), (False, Fa
 PLAN = """
 from equipoise.kernels.plan_triton import plan_kernel
 
-names = ("load", "rules", "steps", "slot_expert", "quota", "send", "recv", "before", "total", "counts")
+names = ("load", "rules", "steps", "slot_expert", "quota", "send", "recv", "before", "total")
 types = {f"{name}_ptr": "*i32" for name in names}
 types |= {f"{name}_ptr": "*i64" for name in ("workspace", "control", "pads", "tables")}
 types |= {n: "i32" for n in ("channel", "rank", "tolerance_ppm", "min_tokens", "copy_tokens", "num_targets")}

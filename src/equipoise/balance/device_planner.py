@@ -14,9 +14,9 @@ from equipoise.errors import ConfigError
 from equipoise.kernels.plan import (
     CountExchange,
     ExchangedPlan,
+    ExchangedPlanner,
     PlanTables,
     PlanTerms,
-    exchange_plan,
     make_plan_workspace,
     plan,
     plan_problem,
@@ -77,17 +77,16 @@ class ExchangingPlanner:
         problem = plan_problem(space.device.type, space.num_ranks, num_experts, settings.num_slots)
         if problem is not None:
             raise ConfigError(f"plans cannot be made on the device: {problem}")
-        self._num_ranks, self._terms = space.num_ranks, _terms(space.rank, settings)
         tables_P = space.allocate((2, space.num_ranks, num_experts), torch.int32, "counts for a plan").pointers_P
         channel = space.channel("exchange of counts for a plan")
-        self._exchange = CountExchange(space.signals, channel, tables_P)
+        exchange = CountExchange(space.signals, channel, tables_P)
         prepared = _prepare(space.num_ranks, num_experts, settings.num_slots, space.device)
         assert prepared is not None
-        self._tensors = prepared
+        self._plan = ExchangedPlanner(space.num_ranks, num_experts, exchange, prepared, _terms(space.rank, settings))
 
     def __call__(self, counts_E: torch.Tensor) -> ExchangedPlan:
         """`counts_E`: int32, contiguous, this rank's tokens for each expert."""
-        return exchange_plan(counts_E, self._num_ranks, self._exchange, self._tensors, self._terms)
+        return self._plan(counts_E)
 
 
 def _prepare(num_ranks: int, num_experts: int, num_slots: int, device: torch.device) -> PlanTables | None:

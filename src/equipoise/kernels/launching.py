@@ -41,6 +41,7 @@ class Launcher:
         self._is_beside = is_beside
         self._kernel, self._num_warps, self._bound, self._constants = kernel, num_warps, tuple(bound), constants
         self._passed = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in bound]
+        self._is_interpreted = is_interpreted()
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     @cached_property
@@ -51,8 +52,8 @@ class Launcher:
         return [None if p.is_constexpr else not p.do_not_specialize for p in free]
 
     def __call__(self, programs: int, *arguments: Any) -> None:
-        """Launches on the current stream. `arguments`: tensors on its device, integers, constants."""
-        if is_interpreted() or _refused:
+        """Launches on the current stream. `arguments`: tensors on its device, numbers, constants."""
+        if self._is_interpreted or _refused:
             self._launch(programs, arguments)
             return
         device, stream = device_and_stream()

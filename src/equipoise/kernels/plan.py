@@ -4,11 +4,11 @@ The result is that of `balance/planner.py: plan_loads` and then `balance/splits.
 are its references. Rules and targets come from the caller (`balance/rules.py`): nothing is decided here.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from equipoise.kernels.launching import launch
+from equipoise.kernels.launching import Launcher, launch
 from equipoise.kernels.operators import operator
 from equipoise.kernels.peers import Signals
 from equipoise.kernels.triton_support import triton_problem
@@ -112,8 +112,10 @@ def _plan(
     assert load_PE.is_contiguous()
     P, E = load_PE.shape
     out = _outputs(load_PE, P, E, num_slots)
+    tables = PlanTables(rules_V4, steps_K, workspace)
     terms = PlanTerms(rank, num_slots, tolerance_ppm, min_tokens, domain_size, copy_tokens)
-    _launch(load_PE, P, E, PlanTables(rules_V4, steps_K, workspace), out, None, terms)
+    kernel, programs, bound, constants = _problem(P, E, tables, terms, None)
+    launch(kernel, programs, (*bound, load_PE, *out, out[1], load_PE), 1, **constants)
     return out
 
 
@@ -140,85 +142,69 @@ class ExchangedPlan(NamedTuple):
     load_E: torch.Tensor
 
 
-def exchange_plan(
-    counts_E: torch.Tensor, num_ranks: int, exchange: CountExchange, tables: PlanTables, terms: PlanTerms
-) -> ExchangedPlan:
-    """`plan` from this rank's counts (int32 [E], contiguous): the same launch gets the other ranks'. Collective over
-    the group; the wait for a rank is bounded and reported as in `kernels/signals_triton.py`."""
-    assert counts_E.dtype == torch.int32, counts_E.dtype
-    assert counts_E.is_contiguous()
-    E = counts_E.numel()
-    out = _outputs(counts_E, num_ranks, E, terms.num_slots)
-    more = torch.empty_like(out[1]), torch.empty_like(counts_E)
-    _launch(counts_E, num_ranks, E, tables, out, (exchange, *more), terms)
-    return ExchangedPlan(*out, *more)
+class ExchangedPlanner:
+    """`plan` from each rank's own counts: the same launch gets the other ranks'. Made and called by all ranks of the
+    group together; the wait for a rank is bounded and reported as in `kernels/signals_triton.py`."""
+
+    def __init__(
+        self, num_ranks: int, num_experts: int, exchange: CountExchange, tables: PlanTables, terms: PlanTerms
+    ) -> None:
+        kernel, self._programs, bound, constants = _problem(num_ranks, num_experts, tables, terms, exchange)
+        self._launch = Launcher(kernel, 1, bound, **constants)
+        self._num_ranks, self._num_experts, self._num_slots = num_ranks, num_experts, terms.num_slots
+
+    def __call__(self, counts_E: torch.Tensor) -> ExchangedPlan:
+        """`counts_E`: int32, contiguous, this rank's tokens for each expert."""
+        assert counts_E.dtype == torch.int32, counts_E.dtype
+        assert counts_E.is_contiguous()
+        out = _outputs(counts_E, self._num_ranks, self._num_experts, self._num_slots)
+        made = ExchangedPlan(*out, torch.empty_like(out[1]), torch.empty_like(counts_E))
+        self._launch(self._programs, counts_E, *made)
+        return made
 
 
-def _launch(
-    load: torch.Tensor,
-    P: int,
-    E: int,
-    tables: PlanTables,
-    out: _Parts,
-    exchanged: tuple[CountExchange, torch.Tensor, torch.Tensor] | None,
-    terms: PlanTerms,
-) -> None:
-    """`load`: the matrix [P, E], or with `exchanged` this rank's counts [E]."""
+def _problem(
+    P: int, E: int, tables: PlanTables, terms: PlanTerms, exchange: CountExchange | None
+) -> tuple[Any, int, tuple[Any, ...], dict[str, Any]]:
+    """Kernel, grid, first arguments and constants for all loads of one size."""
     from equipoise.kernels.plan_triton import COLUMNS, plan_kernel
 
     rules_V4, steps_K, workspace = tables
     R, M = terms.num_slots, E // P
     num_targets, num_variants = steps_K.numel() + 1, rules_V4.shape[0]
     assert workspace.numel() >= COUNTERS + E + num_targets * num_variants * P * R, "the workspace is another problem's"
-    if exchanged is None:  # other tensors stand in for what is not used
-        more = (out[1], load, load, workspace, workspace, workspace, 0)
-    else:
-        exchange, before_J, load_E = exchanged
+    exchanging: tuple[Any, ...] = workspace, workspace, workspace, 0  # not used
+    if exchange is not None:
         signals = exchange.signals
-        more = (before_J, load_E, load, signals.control, signals.pads_P, exchange.tables_P, exchange.channel)
+        exchanging = signals.control, signals.pads_P, exchange.tables_P, exchange.channel
     rank_pad = max(_padded(P), 32)  # below a warp's 32 lanes, reductions are slower
     masters_pad = max(_padded(M), 2)  # with an axis of one element, Triton 3.6 compiles wrong code
     parts = -(-(M + R) // FINISHER_LOCALS)
     own_sums = P * E <= MAX_OWN_SUMS
-    exchangers, summers = 0 if exchanged is None else P, 0 if own_sums else -(-E // COLUMNS.value)
-    grid = exchangers + summers + num_targets * num_variants + 2 * parts * P + 1
-    arguments = (
-        load,
-        rules_V4,
-        steps_K,
-        workspace,
-        *out,
-        *more,
-        terms.rank,
-        terms.tolerance_ppm,
-        terms.min_tokens,
-        terms.copy_tokens,
-        num_targets,
-    )
-    launch(
-        plan_kernel,
-        grid,
-        arguments,
-        1,
-        P=P,
-        E=E,
-        R=R,
-        DOMAIN=terms.domain_size or P,
-        NUM_VARIANTS=num_variants,
-        OWN_SUMS=own_sums,
-        HAS_COPY_TIME=terms.copy_tokens > 0,
-        LANES=rank_pad * masters_pad <= 32 * MAX_LANE_EXPERTS,
-        P_PAD=rank_pad,
-        M_PAD=masters_pad,
-        LOCALS=FINISHER_LOCALS,
-        PARTS=parts,
-        S_PAD=max(_padded(P * R), 2),
-        RANK_BITS=rank_pad.bit_length() - 1,
-        SLOT_BITS=R.bit_length() if R > 1 else 0,
-        MASTER_BITS=masters_pad.bit_length() - 1,
-        HAS_EXCHANGE=exchanged is not None,
-        E_PAD=max(_padded(E), 2),
-    )
+    exchangers, summers = 0 if exchange is None else P, 0 if own_sums else -(-E // COLUMNS.value)
+    programs = exchangers + summers + num_targets * num_variants + 2 * parts * P + 1
+    numbers = terms.rank, terms.tolerance_ppm, terms.min_tokens, terms.copy_tokens, num_targets
+    constants = {
+        "P": P,
+        "E": E,
+        "R": R,
+        "DOMAIN": terms.domain_size or P,
+        "NUM_VARIANTS": num_variants,
+        "OWN_SUMS": own_sums,
+        "HAS_COPY_TIME": terms.copy_tokens > 0,
+        "LANES": rank_pad * masters_pad <= 32 * MAX_LANE_EXPERTS,
+        "P_PAD": rank_pad,
+        "M_PAD": masters_pad,
+        "LOCALS": FINISHER_LOCALS,
+        "PARTS": parts,
+        "S_PAD": max(_padded(P * R), 2),
+        "RANK_BITS": rank_pad.bit_length() - 1,
+        "SLOT_BITS": R.bit_length() if R > 1 else 0,
+        "MASTER_BITS": masters_pad.bit_length() - 1,
+        "HAS_EXCHANGE": exchange is not None,
+        "E_PAD": max(_padded(E), 2),
+    }
+    return plan_kernel, programs, (*tables, *numbers, *exchanging), constants
 
 
 def _outputs(like: torch.Tensor, P: int, E: int, num_slots: int) -> _Parts:

@@ -386,26 +386,25 @@ def _exchange(
 
 @triton.jit(do_not_specialize=["channel", "rank", "tolerance_ppm", "min_tokens", "copy_tokens", "num_targets"])
 def plan_kernel(
-    load_ptr,  # int32 [P, E]
     rules_ptr,  # int32 [V, 4]: giver's sign, whether the receiver fits, its threshold, fill
     steps_ptr,  # int32 [K]
     workspace_ptr,  # int64
-    slot_expert_ptr,
-    quota_ptr,
-    send_ptr,
-    recv_ptr,
-    before_ptr,  # from here on only with HAS_EXCHANGE: int32 [P * (M + R)], sends of the ranks before this one
-    total_ptr,  # int32 [E], load of each expert
-    counts_ptr,  # int32 [E], this rank's tokens; the load is what all ranks have written into their peers' tables
-    control_ptr,
-    pads_ptr,
-    tables_ptr,  # int64 [P], every rank's int32 [2, P, E], used in turn
-    channel,
     rank,
     tolerance_ppm,
     min_tokens,
     copy_tokens,
     num_targets,
+    control_ptr,  # this and the next three only with HAS_EXCHANGE
+    pads_ptr,
+    tables_ptr,  # int64 [P], every rank's int32 [2, P, E], used in turn
+    channel,
+    load_ptr,  # int32 [P, E]; with HAS_EXCHANGE [E], this rank's, and all ranks' is what they write into the tables
+    slot_expert_ptr,
+    quota_ptr,
+    send_ptr,
+    recv_ptr,
+    before_ptr,  # this and the next only with HAS_EXCHANGE: int32 [P * (M + R)], sends of the ranks before this one
+    total_ptr,  # int32 [E], load of each expert
     P: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
@@ -436,6 +435,7 @@ def plan_kernel(
     load_E_ptr = (workspace_ptr + LOAD).to(tl.pointer_type(tl.int32))
     logs_ptr = workspace_ptr + LOAD + E
     run = tl.zeros([], tl.int64)
+    counts_ptr = load_ptr
     if HAS_EXCHANGE:
         run = current_run(control_ptr, channel)
         load_ptr = tl.load(tables_ptr + rank).to(tl.pointer_type(tl.int32)) + (run & 1) * (P * E)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from equipoise.kernels.launching import launch
 from equipoise.kernels.operators import operator
+from equipoise.kernels.peers import padded
 from equipoise.kernels.permute import Permutation
 
 BLOCK_SLOTS = 128
@@ -242,8 +243,8 @@ def _launch(
     row_TK = torch.empty(ids_TK.shape, dtype=torch.int32, device=device)
     valid_TK = torch.empty(ids_TK.shape, dtype=torch.bool, device=device)
     physical_TK = torch.empty_like(ids_TK) if plan is not None else ids_TK.new_empty(0)
-    num_blocks = max(triton.cdiv(num_slots, BLOCK_SLOTS), 1)
-    block_e = max(triton.next_power_of_2(num_experts), 16)
+    num_blocks = max(-(-num_slots // BLOCK_SLOTS), 1)
+    block_e = max(padded(num_experts), 16)
     scratch = torch.empty((num_blocks + 1) * block_e, dtype=torch.int32, device=device)
     total = torch.empty(counts_size, dtype=torch.int32, device=device)
     table, start = scratch, scratch  # unused without a plan
@@ -255,8 +256,8 @@ def _launch(
         J, M, R = counts_size, num_experts // num_ranks, slot_expert.numel() // num_ranks
         table = torch.empty(3 * J + num_experts + 1, dtype=torch.int32, device=device)
         start = table[3 * J :]
-        parts = triton.cdiv(J, chunk)
-    block_j = max(triton.next_power_of_2(J), 16)
+        parts = -(-J // chunk)
+    block_j = max(padded(J), 16)
     has_plan, is_scanned = plan is not None, num_blocks * block_e > MOST_UNSCANNED_COUNTS
     arguments: tuple[Any, ...] = (
         ids_TK,

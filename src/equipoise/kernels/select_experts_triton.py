@@ -6,9 +6,15 @@ its index, as `stable_topk` does; so ties, infinities and NaN select the same ex
 Shapes: T tokens, E experts, K experts per token.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from equipoise.kernels.launching import launch
+from equipoise.kernels.peers import padded
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -89,7 +95,7 @@ def _scores(
         return ids, 1.0 / (1.0 + tl.exp(-logits)), 1.0 / (1.0 + tl.exp(-chosen))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "scale"])
 def _weights_kernel(
     logits_ptr,
     ids_ptr,
@@ -114,7 +120,7 @@ def _weights_kernel(
     tl.store(weights_ptr + t.to(tl.int64)[:, None] * K + k[None, :], weights * scale, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "scale"])
 def _weights_backward_kernel(
     grad_ptr,
     logits_ptr,
@@ -154,10 +160,12 @@ def _weights_backward_kernel(
     tl.store(grad_logits_ptr + offset, grad_logits, mask=(t < T)[:, None] & (e < E)[None, :])
 
 
-def _blocks(E: int, K: int) -> dict[str, int]:
-    block_e = max(16, triton.next_power_of_2(E))
+def _launch(kernel: Any, T: int, E: int, K: int, arguments: Sequence[Any], **constants: Any) -> None:
+    """`arguments`: those before E."""
+    block_e = max(16, padded(E))
     block_t = max(1, 2048 // block_e)
-    return {"BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_K": max(2, triton.next_power_of_2(K)), "num_warps": 4}
+    sizes = {"E": E, "K": K, "BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_K": padded(K)}
+    launch(kernel, -(-T // block_t), arguments, 4, **sizes, **constants)
 
 
 def triton_select(
@@ -169,20 +177,10 @@ def triton_select(
     ids_TK = torch.empty(T, k, dtype=torch.int32, device=scores_TE.device)
     counts_E = torch.zeros(E, dtype=torch.int32, device=scores_TE.device)
     if T:
-        blocks = _blocks(E, k)
-        _select_kernel[(triton.cdiv(T, blocks["BLOCK_T"]),)](
-            scores_TE,
-            scores_TE if bias_E is None else bias_E.float().contiguous(),
-            scores_TE if valid_T is None else valid_T.contiguous().view(torch.uint8),
-            ids_TK,
-            counts_E,
-            T,
-            E,
-            k,
-            bias_E is not None,
-            valid_T is not None,
-            **blocks,
-        )
+        bias = scores_TE if bias_E is None else bias_E.float().contiguous()
+        valid = scores_TE if valid_T is None else valid_T.contiguous().view(torch.uint8)
+        arguments = scores_TE, bias, valid, ids_TK, counts_E, T
+        _launch(_select_kernel, T, E, k, arguments, HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None)
     return ids_TK, counts_E
 
 
@@ -194,9 +192,8 @@ def triton_router_weights(
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     weights_TK = torch.empty(T, K, dtype=torch.float32, device=logits_TE.device)
     if T:
-        blocks = _blocks(E, K)
-        grid = (triton.cdiv(T, blocks["BLOCK_T"]),)
-        _weights_kernel[grid](logits_TE, ids_TK, weights_TK, T, scale, E, K, is_softmax, is_normalised, **blocks)
+        forms = {"IS_SOFTMAX": is_softmax, "IS_NORMALISED": is_normalised}
+        _launch(_weights_kernel, T, E, K, (logits_TE, ids_TK, weights_TK, T, scale), **forms)
     return weights_TK
 
 
@@ -213,8 +210,6 @@ def triton_router_weights_backward(
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     grad_TE = torch.empty_like(logits_TE)
     if T:
-        blocks = _blocks(E, K)
-        _weights_backward_kernel[(triton.cdiv(T, blocks["BLOCK_T"]),)](
-            grad_TK, logits_TE, ids_TK, grad_TE, T, scale, E, K, is_softmax, is_normalised, **blocks
-        )
+        forms = {"IS_SOFTMAX": is_softmax, "IS_NORMALISED": is_normalised}
+        _launch(_weights_backward_kernel, T, E, K, (grad_TK, logits_TE, ids_TK, grad_TE, T, scale), **forms)
     return grad_TE

@@ -7,8 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from equipoise.kernels.launching import launch
 from equipoise.kernels.operators import operator
+from equipoise.kernels.peers import padded
 from equipoise.kernels.tiles import Tiles, max_tiles
+
+BLOCK_TILES = 32
+"""Tiles that one program writes."""
 
 
 @triton.jit(do_not_specialize=["W"])
@@ -70,24 +75,10 @@ def tile_tables(
     """The five tensors of `Tiles`, in its order."""
     L, W = counts_L.numel(), max_tiles(num_rows, counts_L.numel(), block_rows)
     offsets, expert, row, num, order = _empty_tables(counts_L, W)
-    block_l = max(16, triton.next_power_of_2(L))
-    block_w = 32
-    grid = (max(triton.cdiv(W, block_w), triton.cdiv(L, 32), 1),)
-    _tiles_kernel[grid](
-        counts_L.contiguous(),
-        offsets,
-        expert,
-        row,
-        num,
-        order,
-        W,
-        L,
-        num_masters,
-        block_rows,
-        block_l,
-        block_w,
-        num_warps=4,
-    )
+    parts = max(-(-W // BLOCK_TILES), -(-L // 32), 1)
+    sizes = {"L": L, "NUM_MASTERS": num_masters, "BLOCK_ROWS": block_rows, "BLOCK_L": max(16, padded(L))}
+    arguments = counts_L.contiguous(), offsets, expert, row, num, order, W
+    launch(_tiles_kernel, parts, arguments, 4, BLOCK_W=BLOCK_TILES, **sizes)
     return offsets, expert, row, num, order
 
 
