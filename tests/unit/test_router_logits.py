@@ -39,7 +39,9 @@ def test_values_and_gradients(T: int, D: int, E: int) -> None:
 def test_a_split_keeps_16_bits() -> None:
     """One 16-bit part alone, which keeps 8, does not: the split is needed."""
     _, _, grad = inputs(64, 8, 8)
-    high, low = split_bfloat16(grad)
+    high, low = split_bfloat16(grad).chunk(2, 1)
+    assert torch.equal(high, grad.bfloat16())
+    assert torch.equal(low, (grad - grad.bfloat16().float()).bfloat16())
     assert error(high.double() + low.double(), grad.double()) < 2**-16
     assert error(high, grad.double()) > 2**-11
 

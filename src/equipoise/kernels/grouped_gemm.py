@@ -32,7 +32,7 @@ def _check_weights(masters: torch.Tensor, slots: torch.Tensor | None) -> None:
             continue
         if weight.shape[1:] != masters.shape[1:] or weight.dtype != masters.dtype:
             raise ValueError(f"{name} are {tuple(weight.shape)} {weight.dtype}, masters {tuple(masters.shape)}")
-        if weight.shape[0] == 0 or not weight[0].is_contiguous():
+        if weight.shape[0] == 0 or not (weight.is_contiguous() or weight[0].is_contiguous()):
             raise ValueError(f"{name} {tuple(weight.shape)} must exist and have each matrix contiguous")
 
 

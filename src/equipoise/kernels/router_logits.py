@@ -16,22 +16,26 @@ def plain_router_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Te
     return F.linear(x_TD.float(), weight_ED.float())
 
 
-def split_bfloat16(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two BF16 tensors whose sum is an FP32 one, up to 2^-16 of each element."""
-    high = value.to(torch.bfloat16)
-    return high, (value - high.float()).to(torch.bfloat16)
+def split_bfloat16(value_TE: torch.Tensor) -> torch.Tensor:
+    """BF16 [T, 2 * E], two parts side by side whose sum is an FP32 tensor, up to 2^-16 of each element."""
+    T, E = value_TE.shape
+    parts = value_TE.new_empty(T, 2 * E, dtype=torch.bfloat16)
+    high, low = parts.chunk(2, 1)
+    high.copy_(value_TE)
+    torch.sub(value_TE, high, out=low)
+    return parts
 
 
 def split_gradients(
     grad_TE: torch.Tensor, x_TD: torch.Tensor, weight_ED: torch.Tensor, want_x: bool, want_weight: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of BF16 tokens and weights from the logits' FP32 gradient, in one product each."""
-    parts_TE2 = torch.cat(split_bfloat16(grad_TE), 1)
+    parts_TE2 = split_bfloat16(grad_TE)
     grad_x = parts_TE2 @ torch.cat([weight_ED, weight_ED]) if want_x else None
     if not want_weight:
         return grad_x, None
     high, low = product_in_float32(parts_TE2.T, x_TD).chunk(2)
-    return grad_x, (high + low).to(weight_ED.dtype)
+    return grad_x, torch.add(high, low, out=torch.empty_like(weight_ED))
 
 
 def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -43,11 +43,11 @@ def balance_loss(
     Returns:
         Scalar float32; its gradient reaches the router through `probs_TE` only.
     """
-    counts = counts_E.to(torch.float32)
     if group is not None:
-        dist.all_reduce(counts, group=live_group(group))
-    num_tokens = counts.sum().clamp(min=1) / num_experts_per_tok
-    return counts.numel() * (counts / num_tokens * _valid_mean(probs_TE, valid_T)).sum()
+        counts_E = counts_E.clone()
+        dist.all_reduce(counts_E, group=live_group(group))
+    num_tokens = counts_E.sum().clamp(min=1) / num_experts_per_tok
+    return counts_E.numel() * (counts_E / num_tokens * _valid_mean(probs_TE, valid_T)).sum()
 
 
 def z_loss(logits_TE: torch.Tensor, valid_T: torch.Tensor | None) -> torch.Tensor:
