@@ -164,7 +164,7 @@ def _launch(kernel: Any, T: int, E: int, K: int, arguments: Sequence[Any], **con
     """`arguments`: those before E."""
     block_e = max(16, padded(E))
     block_t = max(1, 2048 // block_e)
-    sizes = {"E": E, "K": K, "BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_K": padded(K)}
+    sizes: dict[str, Any] = {"E": E, "K": K, "BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_K": padded(K)}
     launch(kernel, -(-T // block_t), arguments, 4, **sizes, **constants)
 
 

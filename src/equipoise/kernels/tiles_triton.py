@@ -75,10 +75,17 @@ def tile_tables(
     """The five tensors of `Tiles`, in its order."""
     L, W = counts_L.numel(), max_tiles(num_rows, counts_L.numel(), block_rows)
     offsets, expert, row, num, order = _empty_tables(counts_L, W)
-    parts = max(-(-W // BLOCK_TILES), -(-L // 32), 1)
-    sizes = {"L": L, "NUM_MASTERS": num_masters, "BLOCK_ROWS": block_rows, "BLOCK_L": max(16, padded(L))}
-    arguments = counts_L.contiguous(), offsets, expert, row, num, order, W
-    launch(_tiles_kernel, parts, arguments, 4, BLOCK_W=BLOCK_TILES, **sizes)
+    launch(
+        _tiles_kernel,
+        max(-(-W // BLOCK_TILES), -(-L // 32), 1),
+        (counts_L.contiguous(), offsets, expert, row, num, order, W),
+        4,
+        L=L,
+        NUM_MASTERS=num_masters,
+        BLOCK_ROWS=block_rows,
+        BLOCK_L=max(16, padded(L)),
+        BLOCK_W=BLOCK_TILES,
+    )
     return offsets, expert, row, num, order
 
 
