@@ -3,7 +3,7 @@
 As `torch.library.custom_op`, at a fraction of its time on the host: that one runs several Python functions around each
 call, which look for results that share memory with arguments, count changes of arguments, and have an answer to
 gradients. None of this is done here. So an operator returns new tensors, and whoever wants gradients wraps it in a
-`torch.autograd.Function`.
+`torch.autograd.Function`, or registers them with `torch.library.register_autograd`, which takes the host longer.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,6 +7,7 @@ Shapes: B sequences, S tokens, N heads, H features of a head.
 import torch
 import torch.nn.functional as F
 
+from equipoise.kernels.operators import operator
 from equipoise.kernels.triton_support import use_triton
 
 
@@ -36,7 +37,7 @@ def rotary_norm(
     return plain_rotary_norm(x_BSNH, weight_H, cos, sin, eps)
 
 
-@torch.library.custom_op("equipoise::rotary_norm", mutates_args=())
+@operator("rotary_norm")
 def _rotary_norm(
     x_BSNH: torch.Tensor, weight_H: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
@@ -45,12 +46,12 @@ def _rotary_norm(
     return launch_forward(x_BSNH.contiguous(), weight_H.contiguous(), cos.contiguous(), sin.contiguous(), eps)
 
 
-@_rotary_norm.register_fake
+@torch.library.register_fake("equipoise::rotary_norm")
 def _(x_BSNH, weight_H, cos, sin, eps):
     return torch.empty_like(x_BSNH, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("equipoise::rotary_norm_backward", mutates_args=())
+@operator("rotary_norm_backward")
 def _rotary_norm_backward(
     grad_BSNH: torch.Tensor,
     x_BSNH: torch.Tensor,
@@ -67,7 +68,7 @@ def _rotary_norm_backward(
     return launch_backward(grad_BSNH, x_BSNH, weight_H, cos, sin, eps)
 
 
-@_rotary_norm_backward.register_fake
+@torch.library.register_fake("equipoise::rotary_norm_backward")
 def _(grad_BSNH, x_BSNH, weight_H, cos, sin, eps):
     grad_weight = torch.empty_like(weight_H, memory_format=torch.contiguous_format)
     return torch.empty_like(x_BSNH, memory_format=torch.contiguous_format), grad_weight
@@ -83,4 +84,4 @@ def _backward(ctx, grad_BSNH):
     return grad_x, grad_weight, None, None, None
 
 
-_rotary_norm.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("equipoise::rotary_norm", _backward, setup_context=_setup_context)

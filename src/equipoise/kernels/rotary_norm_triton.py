@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from equipoise.kernels.launching import launch
+
 PROGRAMS = 1024
 """Of the backward: each adds up the weight's gradient over its tokens, in order."""
 TILE = 2048
@@ -92,7 +94,7 @@ def _backward_kernel(
 def _sizes(x_BSNH: torch.Tensor) -> tuple[int, int, int, int]:
     """T, and N, NP, HALF."""
     B, S, N, H = x_BSNH.shape
-    return B * S, N, triton.next_power_of_2(N), H // 2
+    return B * S, N, 1 << max(N - 1, 0).bit_length(), H // 2
 
 
 def launch_forward(
@@ -104,8 +106,8 @@ def launch_forward(
     tokens = max(1, TILE // (NP * half))
     if out.numel():
         period = cos.shape[0] * cos.shape[2]
-        grid = (triton.cdiv(T, tokens),)
-        _forward_kernel[grid](x_BSNH, weight_H, cos, sin, out, T, period, eps, N, NP, half, tokens, num_warps=4)
+        arguments = x_BSNH, weight_H, cos, sin, out, T, period, eps
+        launch(_forward_kernel, -(-T // tokens), arguments, 4, N=N, NP=NP, HALF=half, TOKENS=tokens)
     return out
 
 
@@ -123,11 +125,10 @@ def launch_backward(
         return out, torch.zeros_like(weight_H)
     T, N, NP, half = _sizes(x_BSNH)
     tokens = max(1, TILE // (NP * half))
-    programs = min(PROGRAMS, triton.cdiv(T, tokens))
+    programs = min(PROGRAMS, -(-T // tokens))
     parts_PH = torch.empty(programs, 2 * half, dtype=torch.float32, device=x_BSNH.device)
     period = cos.shape[0] * cos.shape[2]
-    _backward_kernel[(programs,)](
-        grad_BSNH, x_BSNH, weight_H, cos, sin, out, parts_PH, T, x_BSNH.shape[1], *grad_BSNH.stride()[:3], period, eps,
-        N, NP, half, tokens, num_warps=4,
-    )  # fmt: skip
+    tensors = grad_BSNH, x_BSNH, weight_H, cos, sin, out, parts_PH
+    arguments = *tensors, T, x_BSNH.shape[1], *grad_BSNH.stride()[:3], period, eps
+    launch(_backward_kernel, programs, arguments, 4, N=N, NP=NP, HALF=half, TOKENS=tokens)
     return out, parts_PH.sum(0).to(weight_H.dtype)
