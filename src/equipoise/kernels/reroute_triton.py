@@ -47,8 +47,6 @@ def _write_instances(
     slot_expert_ptr,
     send_ptr,
     table_ptr,
-    expert_start_ptr,
-    total_ptr,
     rank,
     J: tl.constexpr,
     M: tl.constexpr,
@@ -57,10 +55,8 @@ def _write_instances(
     BLOCK_J: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Table [3, J], sorted: begin of each instance on the line, its physical id, and what to add to get the row.
-
-    After the start of each expert on the line comes the line's length. `total_ptr` gets the sends.
-    """
+    """Table [3, J], sorted: begin of each instance on the line, its physical id, and what to add to get the row. Behind
+    it the start of each expert on the line, then the line's length."""
     p = part * CHUNK + tl.arange(0, CHUNK)
     expert, key = _instance_key(p, slot_expert_ptr, rank, J, M, R, E)
     other = tl.arange(0, BLOCK_J)
@@ -76,10 +72,9 @@ def _write_instances(
     tl.store(table_ptr + place, begin, mask=p < J)
     tl.store(table_ptr + J + place, p, mask=p < J)
     tl.store(table_ptr + 2 * J + place, first_row - begin, mask=p < J)
-    tl.store(expert_start_ptr + expert, start, mask=(p < J) & (p % (M + R) < M))
+    tl.store(table_ptr + 3 * J + expert, start, mask=(p < J) & (p % (M + R) < M))
     if part == 0:
-        tl.store(total_ptr + other, send, mask=other < J)
-        tl.store(expert_start_ptr + E, tl.sum(send, 0))
+        tl.store(table_ptr + 3 * J + E, tl.sum(send, 0))
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks", "rank"])
@@ -89,8 +84,6 @@ def _count_kernel(
     slot_expert_ptr,
     send_ptr,
     table_ptr,
-    expert_start_ptr,
-    total_ptr,
     num_slots,
     num_blocks,
     rank,
@@ -119,8 +112,6 @@ def _count_kernel(
             slot_expert_ptr,
             send_ptr,
             table_ptr,
-            expert_start_ptr,
-            total_ptr,
             rank,
             J,
             M,
@@ -150,7 +141,6 @@ def _place_kernel(
     ids_ptr,
     count_ptr,
     table_ptr,
-    expert_start_ptr,
     physical_ptr,
     slot_ptr,
     row_ptr,
@@ -170,6 +160,7 @@ def _place_kernel(
 ):
     block = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
+    expert_start_ptr = table_ptr + 3 * J
     if IS_SCANNED:
         before = tl.load(count_ptr + block.to(tl.int64) * BLOCK_E + e)
         total = tl.load(count_ptr + num_blocks.to(tl.int64) * BLOCK_E + e)
@@ -234,11 +225,11 @@ def _launch(
     num_experts: int,
     plan: tuple[torch.Tensor, torch.Tensor, int, int] | None,
 ) -> tuple[torch.Tensor, ...]:
-    """`plan`: slot_expert, send_J, num_ranks, rank. Returns physical_TK (empty without one) and the permutation."""
+    """`plan`: slot_expert, send_J, num_ranks, rank. Returns physical_TK (empty without one) and the permutation, whose
+    counts are unset with a plan: they are its sends."""
     ids_TK = ids_TK.contiguous()
     num_slots = ids_TK.numel()
     device = ids_TK.device
-    counts_size = num_experts if plan is None else plan[1].numel()
     slot_R = torch.empty(num_slots, dtype=torch.int32, device=device)
     row_TK = torch.empty(ids_TK.shape, dtype=torch.int32, device=device)
     valid_TK = torch.empty(ids_TK.shape, dtype=torch.bool, device=device)
@@ -246,17 +237,17 @@ def _launch(
     num_blocks = max(-(-num_slots // BLOCK_SLOTS), 1)
     block_e = max(padded(num_experts), 16)
     scratch = torch.empty((num_blocks + 1) * block_e, dtype=torch.int32, device=device)
-    total = torch.empty(counts_size, dtype=torch.int32, device=device)
-    table, start = scratch, scratch  # unused without a plan
+    total = table = scratch  # the first is unused with a plan, the second without
     J, M, R, rank, parts, chunk = 1, 1, 0, 0, 0, 8
     slot_expert, send_J = scratch, scratch
     if plan is not None:
         slot_expert, send_J, num_ranks, rank = plan
         slot_expert, send_J = slot_expert.contiguous(), send_J.contiguous()
-        J, M, R = counts_size, num_experts // num_ranks, slot_expert.numel() // num_ranks
+        J, M, R = send_J.numel(), num_experts // num_ranks, slot_expert.numel() // num_ranks
         table = torch.empty(3 * J + num_experts + 1, dtype=torch.int32, device=device)
-        start = table[3 * J :]
         parts = -(-J // chunk)
+    else:
+        total = torch.empty(num_experts, dtype=torch.int32, device=device)
     block_j = max(padded(J), 16)
     has_plan, is_scanned = plan is not None, num_blocks * block_e > MOST_UNSCANNED_COUNTS
     arguments: tuple[Any, ...] = (
@@ -265,8 +256,6 @@ def _launch(
         slot_expert,
         send_J,
         table,
-        start,
-        total,
         num_slots,
         num_blocks,
         rank,
@@ -287,7 +276,6 @@ def _launch(
         ids_TK,
         scratch,
         table,
-        start,
         physical_TK,
         slot_R,
         row_TK,
@@ -309,12 +297,11 @@ def _launch(
     return physical_TK, slot_R, row_TK, valid_TK, total
 
 
-def _fake_permutation(ids_TK: torch.Tensor, num_destinations: int) -> tuple[torch.Tensor, ...]:
+def _fake_order(ids_TK: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (
         ids_TK.new_empty(ids_TK.numel(), dtype=torch.int32),
         ids_TK.new_empty(ids_TK.shape, dtype=torch.int32),
         ids_TK.new_empty(ids_TK.shape, dtype=torch.bool),
-        ids_TK.new_empty(num_destinations, dtype=torch.int32),
     )
 
 
@@ -329,21 +316,21 @@ def sort_slots(
 
 @torch.library.register_fake("equipoise::sort_slots")
 def _(ids_TK, num_destinations):
-    return _fake_permutation(ids_TK, num_destinations)
+    return (*_fake_order(ids_TK), ids_TK.new_empty(num_destinations, dtype=torch.int32))
 
 
 @operator("reroute")
 def reroute_slots(
     ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_J: torch.Tensor, num_experts: int, num_ranks: int, rank: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Physical ids, then the tensors of their `Permutation`."""
-    physical_TK, slot_R, row_TK, valid_TK, counts = _launch(ids_TK, num_experts, (slot_expert, send_J, num_ranks, rank))
-    return physical_TK, slot_R, row_TK, valid_TK, counts
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Physical ids, then the tensors of their `Permutation` but for the counts, which are `send_J`."""
+    physical_TK, slot_R, row_TK, valid_TK, _ = _launch(ids_TK, num_experts, (slot_expert, send_J, num_ranks, rank))
+    return physical_TK, slot_R, row_TK, valid_TK
 
 
 @torch.library.register_fake("equipoise::reroute")
 def _(ids_TK, slot_expert, send_J, num_experts, num_ranks, rank):
-    return (ids_TK.new_empty(ids_TK.shape), *_fake_permutation(ids_TK, send_J.shape[0]))
+    return (ids_TK.new_empty(ids_TK.shape), *_fake_order(ids_TK))
 
 
 def triton_permutation(ids_TK: torch.Tensor, num_destinations: int) -> Permutation:
@@ -355,5 +342,5 @@ def triton_reroute(
     ids_TK: torch.Tensor, slot_expert: torch.Tensor, send_J: torch.Tensor, num_experts: int, num_ranks: int, rank: int
 ) -> tuple[torch.Tensor, Permutation]:
     """See `reroute_permutation`."""
-    physical_TK, *permutation = reroute_slots(ids_TK, slot_expert, send_J, num_experts, num_ranks, rank)
-    return physical_TK, Permutation(*permutation)
+    physical_TK, slot_R, row_TK, valid_TK = reroute_slots(ids_TK, slot_expert, send_J, num_experts, num_ranks, rank)
+    return physical_TK, Permutation(slot_R, row_TK, valid_TK, send_J)
