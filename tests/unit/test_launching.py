@@ -128,6 +128,22 @@ def test_integers_are_told_apart_as_triton_does() -> None:
             assert ours[i] != ours[j] or theirs[i] == theirs[j], (values[i], values[j])
 
 
+def descriptor(dtype: torch.dtype = torch.float32, columns: int = 16) -> Any:
+    return SimpleNamespace(base=torch.zeros(8, dtype=dtype), block_shape=[1, columns])
+
+
+def test_descriptors_are_passed_as_they_are_and_known_by_their_blocks(kernel: Kernel) -> None:
+    given = [descriptor() for _ in range(3)]
+    for x in given:
+        run(kernel, x)  # type: ignore[arg-type]
+    assert [arguments[9] for arguments in kernel.launched] == given[1:]
+    for x in (descriptor(torch.float16), descriptor(columns=32), None, torch.zeros(8)):
+        run(kernel, x)  # type: ignore[arg-type]
+    assert len(kernel.compiled) == 5
+    run(kernel, None)  # type: ignore[arg-type]
+    assert kernel.launched[-1][9] is None
+
+
 def test_launches_that_somebody_watches_go_through_triton(kernel: Kernel, monkeypatch) -> None:
     seen: list[tuple[Any, ...]] = []
 

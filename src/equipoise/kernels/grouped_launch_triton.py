@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from equipoise.kernels.grouped_gemm_triton import dual_gemm_kernel
 from equipoise.kernels.grouped_wgrad_triton import SLOT_COLUMNS as _SLOT_COLUMNS
 from equipoise.kernels.grouped_wgrad_triton import dual_wgrad_kernel
+from equipoise.kernels.launching import launch
 from equipoise.kernels.swiglu_triton import (
     swiglu_rows_backward_kernel,
     swiglu_rows_kernel,
@@ -121,12 +122,15 @@ def launch_gemm(
         out = ragged(out_RO, [BM, BN // 2 if block.split else BN])
     has_slots = tiles.offsets_L1.shape[0] - 1 > masters.shape[0]  # which may have a launch of their own
     programs = num_programs(rows_RC.device, block, tiles.expert_W.shape[0] * -(-O // BN), has_slots)
-    dual_gemm_kernel[(programs,)](
+    arguments = (
         rows, weights[0], weights[1], bias, slot_bias, out, *_tables(tiles), rows_RC.shape[0],
         masters.stride(0), 0 if slots is None else slots.stride(0),
+    )  # fmt: skip
+    launch(
+        dual_gemm_kernel, programs, arguments, block.warps,
         M=masters.shape[0], C=C, O=O, TRANSPOSED=transposed, HAS_MASTERS=masters_too, HAS_SLOTS=slots is not None,
         HAS_BIAS=bias is not None, DESC=descriptors, BM=BM, BN=BN, BK=BK, GROUP=block.group, FLATTEN=block.flatten,
-        SPLIT=block.split, num_warps=block.warps, num_stages=block.stages,
+        SPLIT=block.split, num_stages=block.stages,
     )  # fmt: skip
 
 
@@ -158,13 +162,17 @@ def launch_wgrad(
         slots = dense(out_slots, [1, BM, SLOT_COLUMNS])
     num_experts = M * masters_too + (0 if out_slots is None else out_slots.shape[0])
     num_tiles = num_experts * -(-N // BM) * -(-K // BN)
-    dual_wgrad_kernel[(num_programs(rows_RK.device, block, num_tiles, offsets_L1.shape[0] - 1 > M),)](
+    programs = num_programs(rows_RK.device, block, num_tiles, offsets_L1.shape[0] - 1 > M)
+    arguments = (
         grad, rows, masters, slots, offsets_L1, order_L, 0 if out_slots is None else out_slots.stride(0),
-        M, 0 if out_slots is None else out_slots.shape[0], N=N, K=K,
+        M, 0 if out_slots is None else out_slots.shape[0],
+    )  # fmt: skip
+    launch(
+        dual_wgrad_kernel, programs, arguments, block.warps, N=N, K=K,
         MASTERS=1 if masters_too else triton.next_power_of_2(M), HAS_MASTERS=masters_too,
         HAS_SLOTS=out_slots is not None, ADD=add, DESC=descriptors, DESC_OUT=describe_out,
         DESC_SLOTS=describe_slots, BM=BM, BN=BN, BT=BT, GROUP=block.group, SPLIT=block.split, SNAKE=block.snake,
-        num_warps=block.warps, num_stages=block.stages,
+        num_stages=block.stages,
     )  # fmt: skip
 
 
@@ -180,9 +188,10 @@ def launch_swiglu_rows(
     hidden: torch.Tensor, act_RI: torch.Tensor, offsets_L1: torch.Tensor, weights_R: torch.Tensor | None = None
 ) -> None:
     programs, num_columns, rows, columns = _rows_grid(hidden)
-    swiglu_rows_kernel[(programs,)](
-        hidden, act_RI, weights_R, offsets_L1[-1:], num_columns, I=act_RI.shape[1], WEIGHTED=weights_R is not None,
-        BR=rows, BC=columns, num_warps=8,
+    arguments = hidden, act_RI, weights_R, offsets_L1[-1:], num_columns
+    launch(
+        swiglu_rows_kernel, programs, arguments, 8,
+        I=act_RI.shape[1], WEIGHTED=weights_R is not None, BR=rows, BC=columns,
     )  # fmt: skip
 
 
@@ -198,11 +207,11 @@ def launch_swiglu_rows_backward(
     programs, num_columns, rows, columns = _rows_grid(hidden)
     if weights_R is not None:
         rows = max(rows // 4, 4)  # whole rows: as many programs as there are for parts of more of them
-        weighted_swiglu_rows_backward_kernel[(-(-hidden.shape[0] // rows),)](
-            hidden, act_RI, grad_hidden, weights_R, grad_weights_R, offsets_L1[-1:], I=act_RI.shape[1], BR=rows,
-            BC=columns, num_warps=4,
+        launch(
+            weighted_swiglu_rows_backward_kernel, -(-hidden.shape[0] // rows),
+            (hidden, act_RI, grad_hidden, weights_R, grad_weights_R, offsets_L1[-1:]), 4,
+            I=act_RI.shape[1], BR=rows, BC=columns,
         )  # fmt: skip
         return
-    swiglu_rows_backward_kernel[(programs,)](
-        hidden, act_RI, grad_hidden, offsets_L1[-1:], num_columns, I=act_RI.shape[1], BR=rows, BC=columns, num_warps=8
-    )
+    arguments = hidden, act_RI, grad_hidden, offsets_L1[-1:], num_columns
+    launch(swiglu_rows_backward_kernel, programs, arguments, 8, I=act_RI.shape[1], BR=rows, BC=columns)

@@ -28,7 +28,7 @@ class Launcher:
     Args:
         kernel: a `triton.jit` function whose parameters are those of `bound`, the arguments of a call, and `constants`.
         bound: first arguments that are the same for all launches; tensors among them stay where they are.
-        constants: `tl.constexpr` parameters that are not among the arguments.
+        constants: `tl.constexpr` parameters that are not among the arguments, and options of Triton.
         is_beside: programs are small enough to share a multiprocessor with a product's, and are to do so.
 
     Compiled kernels are remembered by the dtypes and alignment of tensors, by what Triton distinguishes of integers,
@@ -52,7 +52,8 @@ class Launcher:
         return [None if p.is_constexpr else not p.do_not_specialize for p in free]
 
     def __call__(self, programs: int, *arguments: Any) -> None:
-        """Launches on the current stream. `arguments`: tensors on its device, numbers, constants."""
+        """Launches on the current stream. `arguments`: tensors on its device, their descriptors, numbers, constants;
+        None for what the kernel's constants say is not there."""
         if self._is_interpreted or _refused:
             self._launch(programs, arguments)
             return
@@ -66,8 +67,10 @@ class Launcher:
                 form.append(value.dtype if address % 16 == 0 else (value.dtype,))
             else:
                 passed.append(value)
-                if specialized is None:
+                if specialized is None or value is None:
                     form.append(value)
+                elif hasattr(value, "block_shape"):
+                    form.append((value.base.dtype, *value.block_shape))
                 elif specialized:
                     form.append(_specialization(value))
                 elif not -(2**31) <= value < 2**31:  # others have one type, and add nothing
