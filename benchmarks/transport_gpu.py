@@ -114,10 +114,10 @@ def transfers(bench: Bench) -> dict[str, Any]:
     slot_expert = torch.tensor(hosted, dtype=torch.int32, device=bench.device)
     masters = torch.randn(slots, EXPERT, device=bench.device).bfloat16()
     gradients = masters.clone()
-    push, pull = transport._push["w"], transport._pull["w"]
+    push, pull = transport._push["w"][0], transport._pull["w"]
     weights_P, gradients_P = buffers.pointers_P("weights", "w"), buffers.pointers_P("gradients", "w")
     summary: dict[str, Any] = {"push_gbps": {}, "pull_gbps": {}}
-    for programs in (16, 24, 32, 48, 64, 132):
+    for programs in (8, 12, 16, 24, 32, 48, 64, 132):
         last = bench.masters, programs
         work = partial(peers.push_weights, bench.space.signals, push, slot_expert, [masters], True, weights_P, *last)
         us = bench.us(work)
@@ -129,13 +129,6 @@ def transfers(bench: Bench) -> dict[str, Any]:
         us = bench.us(work)
         gbps = summary["pull_gbps"][programs] = 4 * EXPERT * slots / us / 1e3
         bench.add("pull", programs=programs, megabytes=4 * EXPERT * slots / 1e6, us=us, gbps=gbps)
-    for programs, block, warps in ((16, 4096, 16), (16, 8192, 8), (16, 8192, 16), (16, 16384, 16), (32, 2048, 8)):
-        last = bench.masters, programs, block, warps
-        us = bench.us(
-            partial(peers.push_weights, bench.space.signals, push, slot_expert, [masters], True, weights_P, *last)
-        )
-        gbps = 2 * EXPERT * slots / us / 1e3
-        bench.add("push of other blocks", programs=programs, block=block, warps=warps, gbps=gbps)
     return summary
 
 

@@ -99,11 +99,12 @@ def exchanged_plans(world: World, meshes: Meshes) -> list[str]:
 
 
 def transfers(world: World, meshes: Meshes) -> list[str]:
-    """Weights in slots and sums of gradients that are not the right bits, over plans one after the other."""
-    P, R, M = world.size, 2, E // world.size
+    """Weights in slots and sums of gradients that are not the right bits, over plans one after the other: of experts
+    that are made of whole blocks and of others, of few slots and of as many as come in two parts."""
+    P, M = world.size, E // world.size
     space, wrong = make_space(meshes), []
-    shapes = {"matrix": (5, 7), "bias": (3,)}
-    for dtype, stacked in ((torch.float32, True), (torch.float16, False)):
+    shapes = {"matrix": (5, 7), "bias": (3,), "blocks": (48, 64)}
+    for dtype, stacked, R in ((torch.float32, True, 2), (torch.float16, False, 4)):
         buffers = SymmetricBuffers(shapes, R, dtype, space)
         transport = SymmetricTransport(space, buffers, M)
         for name in shapes:

@@ -50,7 +50,7 @@ class Ranks:
         self.space = SymmetricSpace(self.group, self.device, timeout_s=20.0)
         mine = slice(rank * E // 2, (rank + 1) * E // 2)
         self.up, self.down = (weight[mine].clone() for weight in make_weights(self.device, dtype))
-        config = BalanceConfig(num_redundant_experts_per_rank=2, tolerance=0.0)
+        config = BalanceConfig(num_redundant_experts_per_rank=4, tolerance=0.0)  # in two parts
         symmetric = Balancer(self.group, E, SHAPES, dtype, config, space=self.space)
         collective = Balancer(self.group, E, SHAPES, dtype, config)
         physical = symmetric.num_physical_experts

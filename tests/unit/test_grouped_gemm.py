@@ -20,6 +20,7 @@ from equipoise.kernels.grouped_gemm import (
     run_wgrad,
     triton_grouped_linear,
     triton_grouped_mlp,
+    weighted_swiglu_backward,
 )
 from equipoise.kernels.grouped_linear import choose_grouped_linear
 from equipoise.kernels.grouped_mlp import grouped_mlp, plain_grouped_mlp
@@ -142,16 +143,41 @@ def test_replicas_that_arrive_behind_the_masters_product_give_the_same_bits(form
         calls.append(1)
 
     whole = dual_swiglu_forward(rows, weights[:M], weights[M:].clone(), tiles)
-    parts = dual_swiglu_forward(rows, weights[:M], slots, tiles, arrive)
+    parts = dual_swiglu_forward(rows, weights[:M], slots, tiles, [arrive])
     assert calls == [1]
     for of_parts, of_whole in zip(parts, whole):
         assert torch.equal(of_parts[:total], of_whole[:total])
 
 
+@pytest.mark.parametrize("counts", [[5, 40, 17, 0, 33], [0, 0, 1, 0, 0], [3, 2, 0, 21, 0], [0, 9, 0, 0, 64]], ids=str)
+def test_replicas_that_arrive_in_two_parts_give_the_same_bits(form: str, counts: list[int]) -> None:
+    """Forward and backward, with two masters and three slots: two and one. What has not arrived is NaN."""
+    inner, M, total = 16, 2, sum(counts)
+    rows, gate_up, down = poisoned(total, 3, 24, 1), normal(5, 2 * inner, 24, seed=3), normal(5, 24, inner, seed=4)
+    tiles, grad, weights_R = make_tiles(counts, M, total + 3), poisoned(total, 3, 24, 5), normal(total + 3).float()
+
+    def arriving(weights: torch.Tensor) -> tuple[torch.Tensor, list]:
+        slots = torch.full_like(weights[M:], NAN)
+        copy = lambda part: slots[part].copy_(weights[M:][part])  # noqa: E731
+        return slots, [lambda: copy(slice(0, 2)), lambda: copy(slice(2, 3))]
+
+    def same(parts: tuple[torch.Tensor, ...], whole: tuple[torch.Tensor, ...]) -> bool:
+        return all(torch.equal(a[:total], b[:total]) for a, b in zip(parts, whole, strict=True))
+
+    whole = dual_swiglu_forward(rows, gate_up[:M], gate_up[M:].clone(), tiles)
+    slots, arrivals = arriving(gate_up)
+    assert same(dual_swiglu_forward(rows, gate_up[:M], slots, tiles, arrivals), whole)
+    for given, backward in (((), dual_swiglu_backward), ((weights_R,), weighted_swiglu_backward)):
+        slots, arrivals = arriving(down)
+        before = whole[1].clone(), *given, tiles
+        parts = backward(grad, down[:M], slots, *before, arrivals)
+        assert same(parts, backward(grad, down[:M], down[M:].clone(), *before))
+
+
 def test_slots_are_waited_for_without_rows_too() -> None:
     calls = []
     weights = normal(2, 32, 24)
-    dual_swiglu_forward(normal(0, 24), weights[:1], weights[1:], make_tiles([0, 0], 1, 0), lambda: calls.append(1))
+    dual_swiglu_forward(normal(0, 24), weights[:1], weights[1:], make_tiles([0, 0], 1, 0), [lambda: calls.append(1)])
     assert calls == [1]
 
 
@@ -196,34 +222,36 @@ def test_every_tile_is_dealt_once_and_slots_evenly(monkeypatch: pytest.MonkeyPat
     from equipoise.kernels import grouped_launch_triton
 
     counts, N, K = [5, 2, 0, 7, 1, 3], 40, 24
-    rows, grad = normal(18, K), normal(18, N, seed=1)
-    for programs in (1, 5, 13):
-        monkeypatch.setattr(grouped_launch_triton, "num_multiprocessors", lambda device, programs=programs: programs)
+    rows, grad, weight = normal(18, K), normal(18, N, seed=1), normal(6, N, K, seed=2)
+    products = torch.cat([x @ w.T for x, w in zip(rows.double().split(counts), weight.double())])
+    for lanes, levels, slices in ((1, 1, 2), (5, 1, 2), (13, 1, 2), (1, 4, 1), (2, 9, 3), (5, 3, 2)):
+        dealt = grouped_launch_triton.Division(lanes, levels, slices)
+        monkeypatch.setattr(grouped_launch_triton, "divide", lambda *launch, dealt=dealt: dealt)
         for M in (1, 4):
             tiles, held = make_tiles(counts, M, 18), torch.zeros(6 - M, N, K, device=DEVICE)
             made = [*dual_wgrad(grad, rows, tiles, M, torch.float32, held, add=True), *held]
             for value, g, x in zip(made, grad.double().split(counts), rows.double().split(counts)):
-                assert close(value, g.T @ x), (programs, M)
+                assert close(value, g.T @ x), (lanes, levels, slices, M)
+            out = dual_forward(rows, weight[:M], weight[M:].clone(), tiles)
+            assert close(out, products), (lanes, levels, slices, M)
 
 
 def test_work_is_divided_where_other_ranks_may_be_at_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     from equipoise.kernels import grouped_launch_triton
-    from equipoise.kernels.grouped_launch_triton import num_programs
     from equipoise.kernels.tuning import Block
 
     block, launched = Block(), []
     monkeypatch.setattr(grouped_launch_triton, "num_multiprocessors", lambda device: 132)
-    programs = lambda tiles, has_slots=True: num_programs(DEVICE, block, tiles, has_slots)  # noqa: E731
-    assert programs(10_000) == 132, "no other ranks"
+    divide = lambda tiles, has_slots=True: grouped_launch_triton.divide(DEVICE, block, tiles, has_slots)  # noqa: E731
+    assert divide(10_000) == (132, 1, 1), "no other ranks"
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    assert [programs(n) // 132 for n in (0, 500, 132 * 8, 132 * 31, 10_000)] == [1, 1, 2, 7, 8]
-    assert programs(10_000, has_slots=False) == 132
+    turns = (0, 1, 3, 8, 31, 62, 10_000)
+    assert [divide(132 * n)[1:] for n in turns] == [(1, 1), (1, 1), (2, 1), (5, 4), (9, 8), (10, 8), (12, 8)]
+    assert divide(10_000, has_slots=False) == (132, 1, 1)
     monkeypatch.setattr(grouped_launch_triton, "num_multiprocessors", lambda device: 1)
-    real = grouped_launch_triton.num_programs
-    monkeypatch.setattr(
-        grouped_launch_triton, "num_programs", lambda *given: launched.append(real(*given)) or launched[-1]
-    )
+    real = grouped_launch_triton.divide
+    monkeypatch.setattr(grouped_launch_triton, "divide", lambda *given: launched.append(real(*given)) or launched[-1])
     counts, N, K = [40, 2, 0, 37], 40, 24
     rows, weight = normal(79, K), normal(4, N, K, seed=1)
     grad, held = normal(79, N, seed=2), torch.zeros(1, N, K, device=DEVICE)
@@ -233,7 +261,7 @@ def test_work_is_divided_where_other_ranks_may_be_at_the_slots(monkeypatch: pyte
     made = [*dual_wgrad(grad, rows, tiles, 3, torch.float32, held, add=True), *held]
     for value, g, x in zip(made, grad.double().split(counts), rows.double().split(counts)):
         assert close(value, g.T @ x)
-    assert min(launched) > 1, launched
+    assert min(division.levels for division in launched) > 1, launched
 
 
 def test_slots_without_gradients_are_left_out() -> None:

@@ -23,9 +23,10 @@ def compile(kernel, types, warps, stages, **fixed):
                           options={"num_warps": warps, "num_stages": stages})
 """
 WGRAD = """
-numbers = {"offsets": "*i32", "order": "*i32", "slot_stride": "i64", "M": "i32", "S": "i32"}
+numbers = {"offsets": "*i32", "order": "*i32", "slot_stride": "i64", "M": "i32", "S": "i32",
+         "lanes": "i32", "slices": "i32"}
 pointers = numbers | {"grad": "*bf16", "rows": "*bf16", "out_masters": "*bf16", "out_slots": "*fp32"}
-fixed = dict(N=96, K=64, MASTERS=4, ADD=True, DESC=False, DESC_OUT=False, DESC_SLOTS=False, BM=64, BN=64, BT=32,
+fixed = dict(N=96, K=64, E_PAD=4, ADD=True, DESC=False, DESC_OUT=False, DESC_SLOTS=False, BM=64, BN=64, BT=32,
              GROUP=8, SPLIT=0, SNAKE=False)
 for masters, slots in ((True, True), (True, False), (False, True), (False, False)):
     types = dict(pointers) if slots else {k: v for k, v in pointers.items() if k != "out_slots"}
@@ -54,16 +55,18 @@ def check(compiled, stages):
 
 types = {"grad": "tensordesc<bf16[1, 1, 32, 128]>", "rows": "tensordesc<bf16[1, 1, 32, 128]>",
          "out_masters": "tensordesc<bf16[1, 128, 64]>", "out_slots": "tensordesc<fp32[1, 128, 32]>",
-         "offsets": "*i32", "order": "*i32", "slot_stride": "i64", "M": "i32", "S": "i32"}
-check(compile(wgrad, types, 4, 4, N=3072, K=4096, MASTERS=1, HAS_MASTERS=True, HAS_SLOTS=True, ADD=True, DESC=True,
+         "offsets": "*i32", "order": "*i32", "slot_stride": "i64", "M": "i32", "S": "i32",
+         "lanes": "i32", "slices": "i32"}
+check(compile(wgrad, types, 4, 4, N=3072, K=4096, E_PAD=16, HAS_MASTERS=True, HAS_SLOTS=True, ADD=True, DESC=True,
               DESC_OUT=True, DESC_SLOTS=True, BM=128, BN=128, BT=32, GROUP=8, SPLIT=1, SNAKE=False), 4)
 for transposed in (True, False):
     weight = "tensordesc<bf16[1, 128, 64]>" if transposed else "tensordesc<bf16[1, 64, 128]>"
     types = {"x": "tensordesc<bf16[128, 64]>", "masters": weight, "slots": weight,
              "y": "tensordesc<bf16[1, 1, 128, 64]>", "offsets": "*i32", "expert_W": "*i32", "row_W": "*i32",
-             "num_2": "*i32", "num_rows": "i32", "master_stride": "i64", "slot_stride": "i64", "M": "i32"}
+             "num_3": "*i32", "num_rows": "i32", "master_stride": "i64", "slot_stride": "i64", "M": "i32",
+             "lanes": "i32", "slices": "i32"}
     check(compile(gemm, types, 4, 3, master_bias=None, slot_bias=None, C=4096, O=3072, TRANSPOSED=transposed,
-                  HAS_MASTERS=True, HAS_SLOTS=True, HAS_BIAS=False, DESC=True, BM=128, BN=128, BK=64, GROUP=8,
+                  HAS_MASTERS=True, HAS_SLOTS=True, HALF=0, HAS_BIAS=False, DESC=True, BM=128, BN=128, BK=64, GROUP=8,
                   FLATTEN=True, SPLIT=1), 3)
 """
 

@@ -31,18 +31,28 @@ TRANSFERS = """
 from equipoise.kernels.transfer_triton import transfer_kernel
 
 types = group | {"slot_expert_ptr": "*i32", "address": "i64", "table_ptr": "*i64", "slots_ptr": "*i64",
-                 "expert_bytes": "i32", "num_steps": "i32"}
-slots = two | dict(M=4, R=2, S=4, S_PAD=4, BLOCK=1024)
-push = slots | dict(IS_PULL=False, DTYPE=tl.int64, SLOT_DTYPE=tl.int64, SLOT_ITEM_BYTES=8)
+                 "expert_bytes": "i32", "num_steps": "i32", "first_slot": "i32", "end_slot": "i32"}
+slots = two | dict(M=4, R=2, S=4, S_PAD=4, BLOCK=4096)
+push = slots | dict(IS_PULL=False)
 pull = slots | dict(IS_PULL=True, SLOT_DTYPE=tl.float32, SLOT_ITEM_BYTES=4)
+long, word = (dict(DTYPE=t, SLOT_DTYPE=t, SLOT_ITEM_BYTES=n) for t, n in ((tl.int64, 8), (tl.int32, 4)))
+pointers = dict(DESC=False, STAGES=4, sources=None, gradients=None)
 for table in (False, True):
-    ptx = compile(transfer_kernel, types, STEP=16, IS_TABLE=table, ALIGNED=True, **push)
-    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx
-    for dtype, store in ((tl.bfloat16, "st.global.v4.b32"), (tl.float32, "st.global.v4.b32")):
-        ptx = compile(transfer_kernel, types, DTYPE=dtype, STEP=16, IS_TABLE=table, ALIGNED=True, **pull)
-        assert "ld.global.v4.b32" in ptx and store in ptx
-push |= dict(DTYPE=tl.int16, SLOT_DTYPE=tl.int16, SLOT_ITEM_BYTES=2)
-compile(transfer_kernel, types, STEP=1, IS_TABLE=False, ALIGNED=False, **push)
+    aligned = dict(STEP=16, IS_TABLE=table, ALIGNED=True)
+    ptx = compile(transfer_kernel, types, **aligned, **push, **long, **pointers)
+    assert "cp.async.cg.shared.global" in ptx and "st.global.v2.b64" in ptx, "blocks on their way, 16 bytes at a time"
+    described = types | {"sources": "tensordesc<i32[1,1,64,64]>"}
+    ptx = compile(transfer_kernel, described, **aligned, **push, **word, DESC=True, STAGES=8, gradients=None)
+    assert ptx.count("cp.async.bulk.tensor") == 8 and "st.global.v4.b32" in ptx, "as many blocks on their way"
+    for dtype, name, stages in ((tl.bfloat16, "bf16", 8), (tl.float32, "fp32", 6)):
+        ptx = compile(transfer_kernel, types, DTYPE=dtype, **aligned, **pull, **pointers)
+        assert "cp.async.cg.shared.global" in ptx and "st.global.v4.b32" in ptx
+        described = types | {"sources": "tensordesc<fp32[1,1,64,64]>", "gradients": f"tensordesc<{name}[1,1,64,64]>"}
+        ptx = compile(transfer_kernel, described, DTYPE=dtype, **aligned, **pull, DESC=True, STAGES=stages)
+        assert ptx.count("cp.async.bulk.tensor") == 2 * stages and "st.global.v4.b32" in ptx
+        assert "fence.proxy.async" in ptx, "descriptors see what the peer has written"
+short = dict(DTYPE=tl.int16, SLOT_DTYPE=tl.int16, SLOT_ITEM_BYTES=2)
+compile(transfer_kernel, types, STEP=1, IS_TABLE=False, ALIGNED=False, **push, **short, **pointers)
 """
 ROWS = """
 from equipoise.kernels import rows_triton as rows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.kernels.tiles import Tiles, make_tiles, max_tiles, plain_tiles
+from equipoise.kernels.tiles import Tiles, first_half, make_tiles, max_tiles, plain_tiles
 from equipoise.kernels.triton_support import triton_problem
 
 COUNTS = [[0], [1], [128], [129], [0, 0, 0], [5, 0, 7], [0, 300, 0, 1], [127, 128, 129, 0], [1000, 0, 0, 0]]
@@ -24,6 +24,7 @@ def triton_form(*args) -> Tiles:
 @pytest.mark.parametrize("spare_rows", [0, 37])
 def test_tables_cover_every_row_once(make, counts: list[int], block_rows: int, spare_rows: int) -> None:
     num_masters = len(counts) // 2
+    half = num_masters + first_half(len(counts) - num_masters)
     num_rows = sum(counts) + spare_rows
     tiles = make(torch.tensor(counts, device=DEVICE), num_masters, num_rows, block_rows)
     expected, starts, first = [], [0], 0
@@ -35,6 +36,6 @@ def test_tables_cover_every_row_once(make, counts: list[int], block_rows: int, s
     assert spare >= 0
     assert tiles.offsets_L1.tolist() == starts
     assert list(zip(tiles.expert_W.tolist(), tiles.row_W.tolist())) == expected + [(-1, -1)] * spare
-    assert tiles.num_2.tolist() == [sum(e < num_masters for e, _ in expected), len(expected)]
+    assert tiles.num_3.tolist() == [sum(e < end for e, _ in expected) for end in (num_masters, half, len(counts))]
     assert tiles.order_L.tolist() == sorted(range(len(counts)), key=lambda e: (e >= num_masters, -counts[e]))
     assert {x.dtype for x in tiles[:5]} == {torch.int32}

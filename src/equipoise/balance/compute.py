@@ -156,8 +156,8 @@ class _KernelMLP(torch.autograd.Function):
         gate_up, down = masters[:num_gate_up], masters[num_gate_up:]
         ctx.step, ctx.names, ctx.num_gate_up, ctx.make_rows = step, (gate_up_name, down_name), num_gate_up, make_rows
         ctx.tiles = _tiles(rows_RD, step, counts)
-        slots, wait_for_slots = step.coming_slots(gate_up_name)  # they arrive behind the masters' product
-        act_RI, hidden_RI = dual_swiglu_forward(rows_RD, _stacked(gate_up), slots, ctx.tiles, wait_for_slots, weights_R)
+        slots, arrivals = step.coming_slots(gate_up_name)  # they arrive behind the masters' product
+        act_RI, hidden_RI = dual_swiglu_forward(rows_RD, _stacked(gate_up), slots, ctx.tiles, arrivals, weights_R)
         ctx.save_for_backward(rows_RD, hidden_RI, weights_R, *masters)
         return dual_forward(act_RI, _stacked(down), step.slots(down_name), ctx.tiles, make_rows=make_rows)
 
@@ -173,11 +173,15 @@ class _KernelMLP(torch.autograd.Function):
         wanted = want_gate_up, want_down
         slots = [step.gradient_slots(name) if want else None for name, want in zip(ctx.names, wanted)]
         step.restore()
-        both, grad_weights = (_stacked(down), step.slots(down_name)), None
+        slots_of_down, arrivals = step.coming_slots(down_name)
+        if len(arrivals) == 1:  # few are there before the rows; a launch more would cost more than the wait
+            arrivals.pop()()
+        both, grad_weights = (_stacked(down), slots_of_down), None
         if weights_R is None:
-            grad_hidden, act_RI = dual_swiglu_backward(grad_RD, *both, hidden_RI, tiles)
+            grad_hidden, act_RI = dual_swiglu_backward(grad_RD, *both, hidden_RI, tiles, arrivals)
         else:
-            grad_hidden, act_RI, grad_weights = weighted_swiglu_backward(grad_RD, *both, hidden_RI, weights_R, tiles)
+            made = weighted_swiglu_backward(grad_RD, *both, hidden_RI, weights_R, tiles, arrivals)
+            grad_hidden, act_RI, grad_weights = made
         grads: list[Sequence[torch.Tensor | None]] = [[None] * len(gate_up), [None] * len(down)]
         if want_down:
             grads[1] = _like(dual_wgrad(grad_RD, act_RI, tiles, step.num_masters, down[0].dtype, slots[1]), down)

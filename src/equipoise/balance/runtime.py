@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -119,17 +120,20 @@ class _Slots:
         self.wait(name)
         return self.buffers.weights(name)
 
-    def coming_weights(self, step: Step, name: str) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """The same before they are complete, and what to call before they are read; None: they are complete."""
+    def coming_weights(self, step: Step, name: str) -> tuple[torch.Tensor, list[Callable[[], None]]]:
+        """The same before they are complete, and what to call before each part of them is read."""
         self.hold(step, name)
-        return self.buffers.weights(name), (lambda: self.wait(name)) if name in self._pending else None
+        pending = self._pending.get(name)
+        parts = range(0 if pending is None else pending.num_parts - 1)
+        waits: list[Callable[[], None]] = [partial(self.wait, name, part) for part in parts]
+        return self.buffers.weights(name), waits if pending is None else [*waits, partial(self.wait, name)]
 
-    def wait(self, name: str) -> None:
-        """What is on its way to the slots has arrived, for the current stream."""
-        pending = self._pending.pop(name, None)
+    def wait(self, name: str, part: int = -1) -> None:
+        """What is on its way to the slots, or a part of it, has arrived, for the current stream."""
+        pending = self._pending.pop(name, None) if part == -1 else self._pending.get(name)
         if pending is not None:
             with unseen(), _moving_weights():
-                pending.wait()
+                pending.wait(part)
 
 
 class Balancer:

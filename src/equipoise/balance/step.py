@@ -282,9 +282,10 @@ class Step:
         """Weights [R, N, K] of this step's replicas in this rank's slots; None when the plan has no replicas."""
         return self._balancer.slots.weights(self, name) if self.has_replicas else None
 
-    def coming_slots(self, name: str) -> tuple[torch.Tensor | None, Callable[[], None] | None]:
-        """The same before the weights are complete, and what has to be called before they are read, if anything."""
-        return self._balancer.slots.coming_weights(self, name) if self.has_replicas else (None, None)
+    def coming_slots(self, name: str) -> tuple[torch.Tensor | None, list[Callable[[], None]]]:
+        """The same before the weights are complete, and what has to be called before each part of them is read: none,
+        one or two (see `Pending`)."""
+        return self._balancer.slots.coming_weights(self, name) if self.has_replicas else (None, [])
 
     def masters(self, name: str) -> Masters:
         """This rank's masters, detached."""

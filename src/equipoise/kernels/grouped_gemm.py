@@ -12,7 +12,7 @@ Shapes: R rows sorted by physical expert, M masters then S slots, N x K one expe
 features, I inner features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from equipoise.kernels.rows import RowMaker
 from equipoise.kernels.tiles import Tiles, make_tiles
 from equipoise.kernels.tuning import Block, block_rows, choose_block
 
-_TILES = "Tensor offsets_L1, Tensor expert_W, Tensor row_W, Tensor num_2, Tensor order_L, SymInt block_rows"
+_TILES = "Tensor offsets_L1, Tensor expert_W, Tensor row_W, Tensor num_3, Tensor order_L, SymInt block_rows"
 """`Tiles` in an operator's schema."""
 
 
@@ -49,7 +49,7 @@ def _gemm(
     tiles: Tiles,
     transposed: bool,
     out: torch.Tensor | None = None,
-    wait_for_slots: Callable[[], None] | None = None,
+    arrivals: Sequence[Callable[[], None]] = (),
 ) -> torch.Tensor:
     from equipoise.kernels.grouped_launch_triton import can_describe, has_descriptors, launch_gemm
 
@@ -58,18 +58,17 @@ def _gemm(
     N, K = masters.shape[1:]
     out = rows_RC.new_empty(rows_RC.shape[0], N if transposed else K) if out is None else out
     if rows_RC.shape[0] == 0:
-        if wait_for_slots is not None:
-            wait_for_slots()
+        for wait in arrivals:
+            wait()
         return out
     descriptors = has_descriptors(rows_RC.device) and can_describe(rows_RC, masters, slots, out)
     block = _block("forward" if transposed else "dgrad", rows_RC, N, K, tiles.order_L.shape[0], descriptors)
     rest = out, tiles, transposed, block, descriptors
-    if wait_for_slots is None:
-        launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, *rest)
-    else:
-        launch_gemm(rows_RC, masters, None, bias_MN, None, *rest)
-        wait_for_slots()
-        launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, *rest, masters_too=False)
+    launch_gemm(rows_RC, masters, None if arrivals else slots, bias_MN, None if arrivals else bias_SN, *rest)
+    for number, wait in enumerate(arrivals, 1):
+        wait()
+        half = 0 if len(arrivals) == 1 else number
+        launch_gemm(rows_RC, masters, slots, bias_MN, bias_SN, *rest, masters_too=False, half=half)
     return out
 
 
@@ -179,7 +178,7 @@ def _(grad_RN, rows_RK, offsets_L1, order_L, num_masters, dtype):
     schema=f"(Tensor rows_RD, Tensor masters, Tensor? slots, Tensor? weights_R, {_TILES}) -> (Tensor, Tensor)",
 )
 def _dual_swiglu_forward(rows_RD, masters, slots, weights_R, *tiles):
-    return _swiglu_forward(rows_RD, masters, slots, Tiles(*tiles), None, weights_R)
+    return _swiglu_forward(rows_RD, masters, slots, Tiles(*tiles), (), weights_R)
 
 
 def _swiglu_forward(
@@ -187,12 +186,12 @@ def _swiglu_forward(
     masters: torch.Tensor,
     slots: torch.Tensor | None,
     tiles: Tiles,
-    wait_for_slots: Callable[[], None] | None,
+    arrivals: Sequence[Callable[[], None]],
     weights_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from equipoise.kernels.grouped_launch_triton import launch_swiglu_rows
 
-    hidden = _gemm(rows_RD, masters, slots, None, None, tiles, transposed=True, wait_for_slots=wait_for_slots)
+    hidden = _gemm(rows_RD, masters, slots, None, None, tiles, transposed=True, arrivals=arrivals)
     act = hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2)
     if hidden.shape[0]:
         launch_swiglu_rows(hidden, act, tiles.offsets_L1, weights_R)
@@ -211,10 +210,21 @@ def _(rows_RD, masters, slots, weights_R, *tiles):
     f"{_TILES}) -> (Tensor, Tensor, Tensor)",
 )
 def _dual_swiglu_backward(grad_RD, masters, slots, hidden, weights_R, *tiles):
+    return _swiglu_backward(grad_RD, masters, slots, hidden, weights_R, Tiles(*tiles), ())
+
+
+def _swiglu_backward(
+    grad_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    hidden: torch.Tensor,
+    weights_R: torch.Tensor | None,
+    tiles: Tiles,
+    arrivals: Sequence[Callable[[], None]],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from equipoise.kernels.grouped_launch_triton import launch_swiglu_rows_backward
 
-    tiles = Tiles(*tiles)
-    act = _gemm(grad_RD, masters, slots, None, None, tiles, transposed=False)  # its gradient, until the next launch
+    act = _gemm(grad_RD, masters, slots, None, None, tiles, False, arrivals=arrivals)  # its gradient, for now
     grad_hidden, R = torch.empty_like(hidden), hidden.shape[0]
     grad_weights_R = hidden.new_zeros(0 if weights_R is None else R, dtype=torch.float32)
     if R:
@@ -298,22 +308,28 @@ def dual_swiglu_forward(
     masters: torch.Tensor,
     slots: torch.Tensor | None,
     tiles: Tiles,
-    wait_for_slots: Callable[[], None] | None = None,
+    arrivals: Sequence[Callable[[], None]] = (),
     weights_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """silu(gate) * up [R, I], and gate and up [R, 2 * I] for the backward; weights [., 2 * I, D], gate rows first.
 
     `weights_R`: FP32, the first result is multiplied by its row's.
-    `wait_for_slots`: what has to be called before slots are read. The masters' product is then launched before it, the
-    replicas' after it; same bits, and the end of one more launch, where multiprocessors run out of tiles.
+    `arrivals`: what has to be called before slots are read, or before the first and before the second half of them
+    are (`first_half`). The masters' product is then launched before it, the replicas' after it; same bits, and the ends
+    of more launches, where multiprocessors run out of tiles.
     """
-    if wait_for_slots is not None:
-        return _swiglu_forward(rows_RD, masters, slots, tiles, wait_for_slots, weights_R)
+    if arrivals:
+        return _swiglu_forward(rows_RD, masters, slots, tiles, arrivals, weights_R)
     return _dual_swiglu_forward(rows_RD, masters, slots, weights_R, *tiles)
 
 
 def dual_swiglu_backward(
-    grad_RD: torch.Tensor, masters: torch.Tensor, slots: torch.Tensor | None, hidden: torch.Tensor, tiles: Tiles
+    grad_RD: torch.Tensor,
+    masters: torch.Tensor,
+    slots: torch.Tensor | None,
+    hidden: torch.Tensor,
+    tiles: Tiles,
+    arrivals: Sequence[Callable[[], None]] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient of `hidden` [R, 2 * I], and silu(gate) * up [R, I] for the gradient of `down`.
 
@@ -322,7 +338,10 @@ def dual_swiglu_backward(
         masters, slots: `down` [., D, I].
         hidden: gate and up, from `dual_swiglu_forward`.
         tiles: the forward's.
+        arrivals: of slots, as there.
     """
+    if arrivals:
+        return _swiglu_backward(grad_RD, masters, slots, hidden, None, tiles, arrivals)[:2]
     return _dual_swiglu_backward(grad_RD, masters, slots, hidden, None, *tiles)[:2]
 
 
@@ -333,9 +352,12 @@ def weighted_swiglu_backward(
     hidden: torch.Tensor,
     weights_R: torch.Tensor,
     tiles: Tiles,
+    arrivals: Sequence[Callable[[], None]] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for rows with weights: gradient of `hidden`, the weighted activation, and the weights' gradient FP32 [R]
     (0 for rows that belong to nobody)."""
+    if arrivals:
+        return _swiglu_backward(grad_RD, masters, slots, hidden, weights_R, tiles, arrivals)
     return _dual_swiglu_backward(grad_RD, masters, slots, hidden, weights_R, *tiles)
 
 

@@ -34,10 +34,19 @@ def block_of(index, num_row_blocks, COLUMN_BLOCKS: tl.constexpr, GROUP: tl.const
 
 
 @triton.jit
-def first_index(start):
-    """The first index at or after `start` that falls to this program when indices go round robin."""
-    programs = tl.num_programs(0)
-    return start + (tl.program_id(0) + programs - start % programs) % programs
+def share_of_level(work, lanes, slices):
+    """Of all the work of a launch, in any unit, that of this program's level: from, to.
+
+    Programs have levels, `lanes` of each. A level takes one of `slices` parts, or half of what those before it have
+    left if that is less, and the last one the rest. So nobody who wants a multiprocessor waits for long, and all of
+    them end together, whenever each became free.
+    """
+    most, left = tl.cdiv(work, slices), work
+    level = tl.program_id(0) // lanes
+    for _ in range(level):
+        left -= tl.minimum(most, tl.cdiv(left, 2))
+    is_last = level == tl.num_programs(0) // lanes - 1
+    return work - left, work - left + tl.where(is_last, left, tl.minimum(most, tl.cdiv(left, 2)))
 
 
 @triton.jit
@@ -91,14 +100,17 @@ def halves(value, BR: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def _phase(
-    x, w, bias, y, offsets, expert_W, row_W, num_rows, tile_start, tile_end, expert_start, stride,
+    x, w, bias, y, offsets, expert_W, row_W, num_rows, tile_start, tile_end, expert_start, stride, first, last, lanes,
     C: tl.constexpr, O: tl.constexpr, TRANSPOSED: tl.constexpr, DESC: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
+    """The tiles of one operand among those of this program, which are every `lanes`-th from `first` and before `last`,
+    counted in blocks of an output."""
     COLUMNS: tl.constexpr = (O + BN - 1) // BN
     start = tile_start * COLUMNS
-    for index in tl.range(first_index(start), tile_end * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
+    begin = first + tl.cdiv(tl.maximum(start - first, 0), lanes) * lanes
+    for index in tl.range(begin, tl.minimum(tile_end * COLUMNS, last), lanes, flatten=FLATTEN):
         m, n = block_of(index - start, tile_end - tile_start, COLUMNS, GROUP)
         expert = tl.load(expert_W + tile_start + m)
         row = tl.load(row_W + tile_start + m)
@@ -124,23 +136,30 @@ def _phase(
             store_rows(y, acc.to(dtype), row, end, n * BN, O, BM, BN, DESC)
 
 
-@triton.jit(do_not_specialize=["num_rows", "M"])
+@triton.jit(do_not_specialize=["num_rows", "M", "lanes", "slices"])
 def dual_gemm_kernel(
-    x, masters, slots, master_bias, slot_bias, y, offsets, expert_W, row_W, num_2, num_rows, master_stride, slot_stride,
-    M, C: tl.constexpr, O: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_MASTERS: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, DESC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, FLATTEN: tl.constexpr, SPLIT: tl.constexpr,
+    x, masters, slots, master_bias, slot_bias, y, offsets, expert_W, row_W, num_3, num_rows, master_stride, slot_stride,
+    M, lanes, slices, C: tl.constexpr, O: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_MASTERS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, DESC: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """y_RO = x_RC times each row's expert's weight: [O, C] if TRANSPOSED (the forward), else [C, O] (its gradient).
-    Rows of masters, of slots, or both."""
-    masters_end = tl.load(num_2)
+    Rows of masters, of slots, or both; of slots, those of the first or the second half if HALF is 1 or 2."""
+    COLUMNS: tl.constexpr = (O + BN - 1) // BN
+    masters_end = tl.load(num_3)
+    slots_start = tl.load(num_3 + (1 if HALF == 2 else 0))
+    slots_end = tl.load(num_3 + (1 if HALF == 1 else 2))
+    start = 0 if HAS_MASTERS else slots_start * COLUMNS
+    end = (slots_end if HAS_SLOTS else masters_end) * COLUMNS
+    begin, before = share_of_level(tl.cdiv(end - start, lanes), lanes, slices)
+    first, last = start + begin * lanes + tl.program_id(0) % lanes, start + before * lanes
     if HAS_MASTERS:
         _phase(
-            x, masters, master_bias, y, offsets, expert_W, row_W, num_rows, 0, masters_end, 0, master_stride,
-            C, O, TRANSPOSED, DESC, HAS_BIAS, BM, BN, BK, GROUP, FLATTEN, SPLIT,
+            x, masters, master_bias, y, offsets, expert_W, row_W, num_rows, 0, masters_end, 0, master_stride, first,
+            last, lanes, C, O, TRANSPOSED, DESC, HAS_BIAS, BM, BN, BK, GROUP, FLATTEN, SPLIT,
         )  # fmt: skip
     if HAS_SLOTS:
         _phase(
-            x, slots, slot_bias, y, offsets, expert_W, row_W, num_rows, masters_end, tl.load(num_2 + 1), M, slot_stride,
-            C, O, TRANSPOSED, DESC, HAS_BIAS, BM, BN, BK, GROUP, FLATTEN, SPLIT,
+            x, slots, slot_bias, y, offsets, expert_W, row_W, num_rows, slots_start, slots_end, M, slot_stride, first,
+            last, lanes, C, O, TRANSPOSED, DESC, HAS_BIAS, BM, BN, BK, GROUP, FLATTEN, SPLIT,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Alone on the device one program per multiprocessor is best. Balanced experts run beside transfers of replicas, which
 hold some multiprocessors for a while. Programs that have to wait for one must not have a whole one's work before them,
-so there are several shorter ones.
+so there are several, and the last ones are short.
 
 Descriptors are made on the host and travel as kernel arguments, so no launch needs Triton's scratch allocator, which is
 a context variable that other threads (autograd's) do not have and that others overwrite.
@@ -10,6 +10,7 @@ a context variable that other threads (autograd's) do not have and that others o
 
 import logging
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 SLOT_COLUMNS: int = _SLOT_COLUMNS.value
 RAGGED_ROWS = 1 << 30
 RAGGED_OUTER = 0x7FFF0000
-MOST_PARTS, TILES_OF_A_PART = 8, 4
-"""Into how many programs the work of one is divided beside transfers, and tiles that each keeps at least."""
+SLICES, MOST_LEVELS = 8, 12
+"""Of its launch, a program beside transfers does one of so many parts at most, but two tiles; levels of programs."""
 
 
 @lru_cache
@@ -45,13 +46,24 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
 
 
-def num_programs(device: torch.device, block: Block, tiles: int, has_slots: bool) -> int:
-    """Of a launch over `tiles` tiles at most; more than one for each multiprocessor's share where other ranks may be at
-    work on the slots."""
-    programs = block.programs * num_multiprocessors(device)
+class Division(NamedTuple):
+    """How a launch's work is divided among programs: see `share_of_level`."""
+
+    lanes: int
+    levels: int = 1
+    slices: int = 1
+
+
+def divide(device: torch.device, block: Block, tiles: int, has_slots: bool) -> Division:
+    """Of a launch over `tiles` tiles at most: in levels where other ranks may be at work on the slots."""
+    lanes = block.programs * num_multiprocessors(device)
     if not (has_slots and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return programs
-    return programs * min(max(tiles // (programs * TILES_OF_A_PART), 1), MOST_PARTS)
+        return Division(lanes)
+    turns = left = max(-(-tiles // lanes), 1)
+    slices, levels = max(min(SLICES, turns // 2), 1), 0
+    while left > 0 and levels < MOST_LEVELS:
+        left, levels = left - min(-(-turns // slices), -(-left // 2)), levels + 1
+    return Division(lanes, levels, slices)
 
 
 def dense(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -95,7 +107,7 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 def _tables(tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    return tiles.offsets_L1, tiles.expert_W, tiles.row_W, tiles.num_2
+    return tiles.offsets_L1, tiles.expert_W, tiles.row_W, tiles.num_3
 
 
 def launch_gemm(
@@ -110,8 +122,10 @@ def launch_gemm(
     block: Block,
     descriptors: bool,
     masters_too: bool = True,
+    half: int = 0,
 ) -> None:
-    """out_RO = rows_RC times [O, C] weights if transposed, else [C, O] ones; only slots' rows without `masters_too`."""
+    """out_RO = rows_RC times [O, C] weights if transposed, else [C, O] ones; only slots' rows without `masters_too`, of
+    them only those of the first or second half of the slots if `half` is 1 or 2."""
     C, O = rows_RC.shape[1], out_RO.shape[1]
     BM, BN, BK = tiles.block_rows, block.columns, block.depth
     rows, weights, out = rows_RC, [masters, slots], out_RO
@@ -121,16 +135,16 @@ def launch_gemm(
         weights = [None if w is None else dense(w, shape) for w in weights]
         out = ragged(out_RO, [BM, BN // 2 if block.split else BN])
     has_slots = tiles.offsets_L1.shape[0] - 1 > masters.shape[0]  # which may have a launch of their own
-    programs = num_programs(rows_RC.device, block, tiles.expert_W.shape[0] * -(-O // BN), has_slots)
+    lanes, levels, slices = divide(rows_RC.device, block, tiles.expert_W.shape[0] * -(-O // BN), has_slots)
     arguments = (
         rows, weights[0], weights[1], bias, slot_bias, out, *_tables(tiles), rows_RC.shape[0],
-        masters.stride(0), 0 if slots is None else slots.stride(0),
+        masters.stride(0), 0 if slots is None else slots.stride(0), masters.shape[0], lanes, slices,
     )  # fmt: skip
     launch(
-        dual_gemm_kernel, programs, arguments, block.warps,
-        M=masters.shape[0], C=C, O=O, TRANSPOSED=transposed, HAS_MASTERS=masters_too, HAS_SLOTS=slots is not None,
-        HAS_BIAS=bias is not None, DESC=descriptors, BM=BM, BN=BN, BK=BK, GROUP=block.group, FLATTEN=block.flatten,
-        SPLIT=block.split, num_stages=block.stages,
+        dual_gemm_kernel, lanes * levels, arguments, block.warps,
+        C=C, O=O, TRANSPOSED=transposed, HAS_MASTERS=masters_too, HAS_SLOTS=slots is not None,
+        HALF=half, HAS_BIAS=bias is not None, DESC=descriptors, BM=BM, BN=BN, BK=BK, GROUP=block.group,
+        FLATTEN=block.flatten, SPLIT=block.split, num_stages=block.stages,
     )  # fmt: skip
 
 
@@ -162,14 +176,14 @@ def launch_wgrad(
         slots = dense(out_slots, [1, BM, SLOT_COLUMNS])
     num_experts = M * masters_too + (0 if out_slots is None else out_slots.shape[0])
     num_tiles = num_experts * -(-N // BM) * -(-K // BN)
-    programs = num_programs(rows_RK.device, block, num_tiles, offsets_L1.shape[0] - 1 > M)
+    lanes, levels, slices = divide(rows_RK.device, block, num_tiles, offsets_L1.shape[0] - 1 > M)
     arguments = (
         grad, rows, masters, slots, offsets_L1, order_L, 0 if out_slots is None else out_slots.stride(0),
-        M, 0 if out_slots is None else out_slots.shape[0],
+        M, 0 if out_slots is None else out_slots.shape[0], lanes, slices,
     )  # fmt: skip
     launch(
-        dual_wgrad_kernel, programs, arguments, block.warps, N=N, K=K,
-        MASTERS=1 if masters_too else triton.next_power_of_2(M), HAS_MASTERS=masters_too,
+        dual_wgrad_kernel, lanes * levels, arguments, block.warps, N=N, K=K,
+        E_PAD=triton.next_power_of_2(max(M, num_experts - M * masters_too)), HAS_MASTERS=masters_too,
         HAS_SLOTS=out_slots is not None, ADD=add, DESC=descriptors, DESC_OUT=describe_out,
         DESC_SLOTS=describe_slots, BM=BM, BN=BN, BT=BT, GROUP=block.group, SPLIT=block.split, SNAKE=block.snake,
         num_stages=block.stages,

@@ -7,7 +7,7 @@ slices of rows; both read as 0 past the expert's last row, so nothing of a neigh
 import triton
 import triton.language as tl
 
-from equipoise.kernels.grouped_gemm_triton import block_of, halves, load_block, ragged_coordinates
+from equipoise.kernels.grouped_gemm_triton import block_of, halves, load_block, ragged_coordinates, share_of_level
 
 SLOT_COLUMNS = tl.constexpr(32)
 """Columns of FP32 that a descriptor stores at once: whole lines of 128 bytes."""
@@ -117,17 +117,16 @@ def _store_matrix(
 
 @triton.jit
 def _tile(
-    turn, num_experts, shift, offsets, order, BLOCKS: tl.constexpr, BT: tl.constexpr, SNAKE: tl.constexpr
+    turn, num_experts, shift, lanes, offsets, order, BLOCKS: tl.constexpr, BT: tl.constexpr, SNAKE: tl.constexpr
 ):  # fmt: skip
     """This program's tile of a turn: expert, block, the expert's first row and rows, steps (0: there is no tile).
 
-    `turn` may be many. Tiles go round over the programs, from program `shift` on.
+    `turn` may be many. Tiles go round over the lanes, from lane `shift` on.
     """
-    programs = tl.num_programs(0)
-    lane = tl.program_id(0)
+    lane = tl.program_id(0) % lanes
     if SNAKE:
-        lane = tl.where(turn % 2 == 0, lane, programs - 1 - lane)
-    tile = turn * programs + (lane + programs - shift) % programs
+        lane = tl.where(turn % 2 == 0, lane, lanes - 1 - lane)
+    tile = turn * lanes + (lane + lanes - shift) % lanes
     live = tile < num_experts * BLOCKS
     tile = tl.where(live, tile, 0)
     expert = tl.load(order + tile // BLOCKS)
@@ -137,8 +136,29 @@ def _tile(
 
 
 @triton.jit
+def _turns_of_level(
+    num_experts, offsets, order, lanes, slices, BLOCKS: tl.constexpr, BT: tl.constexpr, E_PAD: tl.constexpr
+):  # fmt: skip
+    """The turns of this program's level, from and to: shares of the steps of all tiles, which differ from expert to
+    expert."""
+    begin, end = 0, tl.cdiv(num_experts * BLOCKS, lanes)
+    if tl.num_programs(0) > lanes:
+        index = tl.arange(0, E_PAD)
+        expert = tl.load(order + index, mask=index < num_experts, other=0)
+        count = tl.load(offsets + expert + 1) - tl.load(offsets + expert)
+        steps = tl.where(index < num_experts, tl.maximum(tl.cdiv(count, BT), 1), 0).to(tl.int64)
+        before = (tl.cumsum(steps, 0) - steps) * BLOCKS
+        first, last = share_of_level(tl.sum(steps, 0) * BLOCKS, lanes, slices)
+        steps = tl.maximum(steps, 1)
+        most = tl.where(index < num_experts, BLOCKS, 0)
+        begin = tl.cdiv(tl.sum(tl.minimum(tl.maximum(first - before, 0) // steps, most), 0).to(tl.int32), lanes)
+        end = tl.cdiv(tl.sum(tl.minimum(tl.maximum(last - before, 0) // steps, most), 0).to(tl.int32), lanes)
+    return begin, end
+
+
+@triton.jit
 def _walk(
-    grad, rows, out, offsets, order, num_experts, first_expert, begin, end, shift, stride,
+    grad, rows, out, offsets, order, num_experts, first_expert, begin, end, shift, lanes, stride,
     N: tl.constexpr, K: tl.constexpr, IS_SLOTS: tl.constexpr, ADD: tl.constexpr, DESC: tl.constexpr,
     DESC_OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr,
     SPLIT: tl.constexpr, SNAKE: tl.constexpr,
@@ -154,7 +174,7 @@ def _walk(
     all_steps = 0
     for start in range(begin, end, MANY):
         turns = start + tl.arange(0, MANY)
-        tiles = _tile(turns, num_experts, shift, offsets, order, BLOCKS, BT, SNAKE)
+        tiles = _tile(turns, num_experts, shift, lanes, offsets, order, BLOCKS, BT, SNAKE)
         all_steps += tl.sum(tl.where(turns < end, tiles[4], 0), 0)
     zero = tl.program_id(0) * 0
     expert, first, count, m, n, steps = zero, zero, zero, zero, zero, zero + 1
@@ -163,7 +183,9 @@ def _walk(
     for _ in tl.range(0, all_steps):
         step += 1
         if step == steps:
-            expert, block, first, count, steps = _tile(turn, num_experts, shift, offsets, order, BLOCKS, BT, SNAKE)
+            expert, block, first, count, steps = _tile(
+                turn, num_experts, shift, lanes, offsets, order, BLOCKS, BT, SNAKE
+            )
             m, n = block_of(block, ROW_BLOCKS, COLUMN_BLOCKS, GROUP)
             turn += 1
             step = zero
@@ -181,10 +203,10 @@ def _walk(
             acc = tl.zeros((BM, BN), tl.float32)
 
 
-@triton.jit(do_not_specialize=["M", "S"])
+@triton.jit(do_not_specialize=["M", "S", "lanes", "slices"])
 def dual_wgrad_kernel(
-    grad, rows, out_masters, out_slots, offsets, order, slot_stride, M, S,
-    N: tl.constexpr, K: tl.constexpr, MASTERS: tl.constexpr, HAS_MASTERS: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    grad, rows, out_masters, out_slots, offsets, order, slot_stride, M, S, lanes, slices,
+    N: tl.constexpr, K: tl.constexpr, E_PAD: tl.constexpr, HAS_MASTERS: tl.constexpr, HAS_SLOTS: tl.constexpr,
     ADD: tl.constexpr, DESC: tl.constexpr, DESC_OUT: tl.constexpr, DESC_SLOTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, SNAKE: tl.constexpr,
 ):  # fmt: skip
@@ -196,32 +218,31 @@ def dual_wgrad_kernel(
     between masters' tiles, when the others leave the memory time for them.
     """
     BLOCKS: tl.constexpr = ((N + BM - 1) // BM) * ((K + BN - 1) // BN)
-    programs = tl.num_programs(0)
-    turns = 0
+    begin, end = 0, 0
     if HAS_MASTERS:
-        turns = tl.cdiv(M * BLOCKS, programs)
+        begin, end = _turns_of_level(M, offsets, order, lanes, slices, BLOCKS, BT, E_PAD)
     else:
-        _clear_idle_masters(out_masters, offsets, M, N * K, MASTERS)
+        _clear_idle_masters(out_masters, offsets, M, N * K, E_PAD)
     if HAS_SLOTS:
-        middle = turns * tl.program_id(0) // programs
-        shift = M * BLOCKS % programs if HAS_MASTERS else 0
-        slot_turns = tl.cdiv(S * BLOCKS, programs)
+        middle = begin + (end - begin) * (tl.program_id(0) % lanes) // lanes
+        shift = M * BLOCKS % lanes if HAS_MASTERS else 0
+        slots_begin, slots_end = _turns_of_level(S, offsets, order + M, lanes, slices, BLOCKS, BT, E_PAD)
         if HAS_MASTERS:
             _walk(
-                grad, rows, out_masters, offsets, order, M, 0, 0, middle, 0, 0, N, K, False, ADD, DESC, DESC_OUT,
-                BM, BN, BT, GROUP, SPLIT, SNAKE,
+                grad, rows, out_masters, offsets, order, M, 0, begin, middle, 0, lanes, 0, N, K, False, ADD, DESC,
+                DESC_OUT, BM, BN, BT, GROUP, SPLIT, SNAKE,
             )  # fmt: skip
         _walk(
-            grad, rows, out_slots, offsets, order + M, S, M, 0, slot_turns, shift, slot_stride, N, K, True, ADD, DESC,
-            DESC_SLOTS, BM, BN, BT, GROUP, SPLIT, SNAKE,
+            grad, rows, out_slots, offsets, order + M, S, M, slots_begin, slots_end, shift, lanes, slot_stride, N, K,
+            True, ADD, DESC, DESC_SLOTS, BM, BN, BT, GROUP, SPLIT, SNAKE,
         )  # fmt: skip
         if HAS_MASTERS:
             _walk(
-                grad, rows, out_masters, offsets, order, M, 0, middle, turns, 0, 0, N, K, False, ADD, DESC, DESC_OUT,
-                BM, BN, BT, GROUP, SPLIT, SNAKE,
+                grad, rows, out_masters, offsets, order, M, 0, middle, end, 0, lanes, 0, N, K, False, ADD, DESC,
+                DESC_OUT, BM, BN, BT, GROUP, SPLIT, SNAKE,
             )  # fmt: skip
     elif HAS_MASTERS:
         _walk(
-            grad, rows, out_masters, offsets, order, M, 0, 0, turns, 0, 0, N, K, False, ADD, DESC, DESC_OUT, BM, BN,
-            BT, GROUP, SPLIT, SNAKE,
+            grad, rows, out_masters, offsets, order, M, 0, begin, end, 0, lanes, 0, N, K, False, ADD, DESC, DESC_OUT,
+            BM, BN, BT, GROUP, SPLIT, SNAKE,
         )  # fmt: skip

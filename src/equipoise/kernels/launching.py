@@ -5,7 +5,6 @@ as long as the launch itself. Here a launch that is like an earlier one goes to 
 addresses in place of tensors.
 """
 
-import ctypes
 import logging
 from collections.abc import Sequence
 from functools import cache, cached_property
@@ -29,16 +28,12 @@ class Launcher:
         kernel: a `triton.jit` function whose parameters are those of `bound`, the arguments of a call, and `constants`.
         bound: first arguments that are the same for all launches; tensors among them stay where they are.
         constants: `tl.constexpr` parameters that are not among the arguments, and options of Triton.
-        is_beside: programs are small enough to share a multiprocessor with a product's, and are to do so.
 
     Compiled kernels are remembered by the dtypes and alignment of tensors, by what Triton distinguishes of integers,
     and by the values of constants: not by other values, so there are few.
     """
 
-    def __init__(
-        self, kernel: Any, num_warps: int, bound: Sequence[Any] = (), is_beside: bool = False, **constants: Any
-    ) -> None:
-        self._is_beside = is_beside
+    def __init__(self, kernel: Any, num_warps: int, bound: Sequence[Any] = (), **constants: Any) -> None:
         self._kernel, self._num_warps, self._bound, self._constants = kernel, num_warps, tuple(bound), constants
         self._passed = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in bound]
         self._is_interpreted = is_interpreted()
@@ -79,8 +74,6 @@ class Launcher:
         if known is None:
             compiled, names = self._launch(programs, arguments), self._kernel.arg_names[len(passed) :]
             self._compiled[tuple(form)] = compiled, tuple(self._constants[name] for name in names)
-            if self._is_beside:
-                _leave_shared_memory(compiled)
             return
         compiled, constants = known
         try:
@@ -100,14 +93,12 @@ class Launcher:
         return self._kernel[(programs,)](*self._bound, *arguments, **self._constants, num_warps=self._num_warps)
 
 
-def launch(
-    kernel: Any, programs: int, arguments: Sequence[Any], num_warps: int, is_beside: bool = False, **constants: Any
-) -> None:
+def launch(kernel: Any, programs: int, arguments: Sequence[Any], num_warps: int, **constants: Any) -> None:
     """Runs a kernel by the `Launcher` of its warps and constants."""
-    key = (id(kernel), num_warps, is_beside, *constants.values())
+    key = (id(kernel), num_warps, *constants.values())
     launcher = _launchers.get(key)
     if launcher is None:
-        launcher = _launchers[key] = Launcher(kernel, num_warps, is_beside=is_beside, **constants)
+        launcher = _launchers[key] = Launcher(kernel, num_warps, **constants)
     launcher(programs, *arguments)
 
 
@@ -119,21 +110,6 @@ def _width(value: int) -> int:
 def _specialization(value: int) -> int:
     """What a kernel is compiled for of an integer: that it is 1, or its type and whether 16 divides it."""
     return 1 if value == 1 else 2 * _width(value) + (value % 16 == 0)
-
-
-def _leave_shared_memory(compiled: Any) -> None:
-    """A multiprocessor divides its memory into cache and shared memory anew only when it is idle. One that runs a small
-    kernel could not take a program with much shared memory before that has ended, unless it has all of it already."""
-    carveout = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-    failed: object = None
-    if torch.version.cuda is None:
-        return
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(compiled.function), carveout, 100)
-    except (OSError, AttributeError, TypeError, ctypes.ArgumentError) as error:
-        failed = error
-    if failed:
-        logger.info("transfers hide less well behind products: the shared memory beside them cannot be set: %s", failed)
 
 
 @cache

@@ -10,7 +10,8 @@ Shapes: P ranks, M masters and R slots per rank.
 
 import math
 import time
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,11 +29,8 @@ FAILED, MISSING, RUN, NEEDED_ROWS, ROW_CAPACITY, HAS_LEFT = 0, 1, 2, 3, 4, 5
 of its runs, and whether that rank has abandoned the group; and how many rows a rank would have had to receive, where
 buffers hold fewer."""
 
-PUSH_PROGRAMS, PULL_PROGRAMS = 16, 24
-"""Multiprocessors that a transfer beside other work takes at most."""
-SMALL_FROM = 48
-"""As many programs are small ones, which share a multiprocessor with a product's: at most 16384 registers, where a
-product leaves 22528. Fewer are large ones, which have one to themselves, and which a product's have to wait for."""
+DESCRIBED_BLOCK = 4096
+"""Elements of a block that a descriptor loads: experts that are not made of whole ones are loaded by pointers."""
 
 
 def padded(count: int) -> int:
@@ -131,9 +129,8 @@ def push_weights(
     stacked: bool,
     slots_P: torch.Tensor,
     num_masters: int,
-    programs: int = PUSH_PROGRAMS,
-    block: int = 0,
-    warps: int = 0,
+    programs: int = 0,
+    part: range | None = None,
 ) -> None:
     """Copies masters of this rank into the slots that host them, everywhere. When it has run, this rank's slots are
     complete.
@@ -142,12 +139,16 @@ def push_weights(
         slot_expert: int32 [P * R], the plan's, on the device.
         masters: one tensor [M, ...] (`stacked`) or M tensors, each expert's elements in order.
         slots_P: addresses of every rank's slots [R, ...], of the masters' dtype.
-        block, warps: words that a program moves at a time, and its warps; 0: by the number of programs.
+        programs: multiprocessors that this takes at most; 0: few that still move about what the links carry.
+        part: only these slots of each rank.
     """
     experts = _Experts.of(masters, stacked)
     words = experts.words
-    launch = (programs, block or (2048 if programs >= SMALL_FROM else 4096), warps or (16 if programs <= 16 else 8))
-    _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, words.dtype, words.num_bytes, False, launch)
+    moves = _Moves.of(masters[0].device, experts, words.num_bytes, is_pull=False, programs=programs)
+    if moves.described:
+        words = Words("int32", 4, True)
+    dtype, num_bytes = words.dtype, words.num_bytes
+    _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, dtype, num_bytes, False, moves, part)
 
 
 def pull_gradients(
@@ -158,21 +159,18 @@ def pull_gradients(
     stacked: bool,
     slots_P: torch.Tensor,
     num_masters: int,
-    programs: int = PULL_PROGRAMS,
-    block: int = 0,
-    warps: int = 0,
+    programs: int = 0,
 ) -> None:
     """Adds the FP32 gradients of replicas to those of this rank's masters, in place, in order of physical id. When it
     has run, this rank's gradient slots may be written again.
 
     `gradients`: FP32, BF16 or FP16, laid out as `masters` of `push_weights`; `slots_P`: addresses of FP32 [R, ...];
-    `block`, `warps`: as there, in elements.
+    `programs`: as there.
     """
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     experts, dtype = _Experts.of(gradients, stacked), gradients[0].dtype
-    is_small = programs >= SMALL_FROM
-    launch = (programs, block or (4096 if is_small else 8192), warps or (8 if is_small else 16))
-    _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, names[dtype], dtype.itemsize, True, launch)
+    moves = _Moves.of(gradients[0].device, experts, dtype.itemsize, is_pull=True, programs=programs)
+    _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, names[dtype], dtype.itemsize, True, moves)
 
 
 class _Experts(NamedTuple):
@@ -190,6 +188,34 @@ class _Experts(NamedTuple):
         return _Experts(address, num_bytes, table, words_of(num_bytes, *(tensor.data_ptr() for tensor in tensors)))
 
 
+class _Moves(NamedTuple):
+    """How a transfer moves memory: programs, elements at a time, warps, blocks on their way at a time, and whether
+    descriptors load them, which keeps more on its way."""
+
+    programs: int
+    block: int
+    warps: int
+    stages: int
+    described: bool
+
+    @staticmethod
+    def of(device: torch.device, experts: _Experts, item_bytes: int, is_pull: bool, programs: int) -> "_Moves":
+        """`item_bytes`: of a gradient's elements, or of the words of a weight."""
+        from equipoise.kernels.grouped_launch_triton import has_descriptors
+
+        if device.type == "cpu":  # programs run one after another
+            block = 1024
+            described = experts.num_bytes % (block * (item_bytes if is_pull else 4)) == 0 and experts.words.aligned
+            return _Moves(programs or 2, block, 4, 1, described and has_descriptors(device))
+        bytes_per_block = DESCRIBED_BLOCK * (item_bytes if is_pull else 4)
+        if experts.words.aligned and experts.num_bytes % bytes_per_block == 0 and has_descriptors(device):
+            stages = 6 if is_pull and item_bytes == 4 else 8
+            return _Moves(programs or (12 if is_pull else 16), DESCRIBED_BLOCK, 4, stages, True)
+        if torch.version.hip is None and device.type == "cuda":
+            return _Moves(programs or (24 if is_pull else 12), 2048, 8, 4, False)
+        return _Moves(programs or (24 if is_pull else 16), 4096, 16, 2, False)
+
+
 def _transfer(
     signals: Signals,
     channel: int,
@@ -200,15 +226,16 @@ def _transfer(
     dtype: str,
     item_bytes: int,
     is_pull: bool,
-    launch: tuple[int, int, int],
+    moves: _Moves,
+    part: range | None = None,
 ) -> None:
-    """`dtype`, `item_bytes`: of a master's elements, or of the words that are copied. `launch`: programs, elements that
-    one moves at a time, warps."""
+    """`dtype`, `item_bytes`: of a master's elements, or of the words that are copied."""
     import triton.language as tl
 
     from equipoise.kernels.transfer_triton import transfer_kernel
 
-    (programs, block, warps), S = launch, slot_expert.numel()
+    S = slot_expert.numel()
+    part = part or range(S // signals.num_ranks)
     num_steps, step = _steps(experts.num_bytes // item_bytes)
     arguments = (
         signals.control,
@@ -221,13 +248,16 @@ def _transfer(
         slots_P,
         experts.num_bytes,
         num_steps,
+        part.start,
+        part.stop,
+        _anywhere(signals.control, moves.block, torch.float32 if is_pull else torch.int32) if moves.described else None,
+        _anywhere(signals.control, moves.block, getattr(torch, dtype)) if moves.described and is_pull else None,
     )
     run_kernel(
         transfer_kernel,
-        programs,
+        moves.programs,
         arguments,
-        warps,
-        is_beside=programs >= SMALL_FROM,
+        moves.warps,
         STEP=step,
         IS_PULL=is_pull,
         DTYPE=getattr(tl, dtype),
@@ -241,5 +271,19 @@ def _transfer(
         S_PAD=padded(S),
         P=signals.num_ranks,
         P_PAD=padded(signals.num_ranks),
-        BLOCK=block,
+        BLOCK=moves.block,
+        STAGES=moves.stages,
+        DESC=moves.described,
     )
+
+
+@lru_cache(maxsize=16)
+def _anywhere(control: torch.Tensor, block: int, dtype: torch.dtype) -> Any:
+    """A descriptor of all memory: see `load_anywhere`."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from equipoise.kernels.transfer_triton import COLUMNS
+
+    rows, columns, size = block // COLUMNS.value, COLUMNS.value, dtype.itemsize
+    shape, strides = [1 << 30, 1 << 30, rows, columns], [(1 << 34) // size, 16 // size, columns, 1]
+    return TensorDescriptor(control.view(dtype), shape, strides, [1, 1, rows, columns])

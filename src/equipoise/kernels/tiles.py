@@ -19,7 +19,7 @@ class Tiles(NamedTuple):
     offsets_L1: [L + 1], first row of each expert, then the number of rows that belong to anybody.
     expert_W: the expert of each tile, in order of rows.
     row_W: its first row.
-    num_2: tiles of masters, tiles in all.
+    num_3: tiles of masters, of masters and the first half of the slots, tiles in all.
     order_L: masters by descending number of rows, then slots likewise; equal ones by lower index.
     block_rows: rows of a full tile.
     """
@@ -27,9 +27,14 @@ class Tiles(NamedTuple):
     offsets_L1: torch.Tensor
     expert_W: torch.Tensor
     row_W: torch.Tensor
-    num_2: torch.Tensor
+    num_3: torch.Tensor
     order_L: torch.Tensor
     block_rows: int
+
+
+def first_half(num_slots: int) -> int:
+    """Slots whose weights a product may read while the others' are still coming."""
+    return -(-num_slots // 2)
 
 
 def max_tiles(num_rows: int, num_experts: int, block_rows: int) -> int:
@@ -54,7 +59,7 @@ def plain_tiles(counts_L: torch.Tensor, num_masters: int, num_rows: int, block_r
         offsets.int(),
         torch.where(is_tile_W, expert_W, -1).int(),
         torch.where(is_tile_W, row_W, -1).int(),
-        torch.stack([ends_L1[num_masters], ends_L1[L]]).int(),
+        torch.stack([ends_L1[num_masters], ends_L1[num_masters + first_half(L - num_masters)], ends_L1[L]]).int(),
         torch.cat(
             [
                 counts[:num_masters].argsort(descending=True, stable=True),

@@ -10,7 +10,7 @@ import triton.language as tl
 from equipoise.kernels.launching import launch
 from equipoise.kernels.operators import operator
 from equipoise.kernels.peers import padded
-from equipoise.kernels.tiles import Tiles, max_tiles
+from equipoise.kernels.tiles import Tiles, first_half, max_tiles
 
 BLOCK_TILES = 32
 """Tiles that one program writes."""
@@ -27,6 +27,7 @@ def _tiles_kernel(
     W,
     L: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
+    HALF: tl.constexpr,  # masters and the first half of the slots
     BLOCK_ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -42,7 +43,8 @@ def _tiles_kernel(
         tl.store(offsets_ptr + local, row_ends - counts, mask=local < L)
         tl.store(offsets_ptr + L, tl.sum(counts, 0))
         tl.store(num_ptr, tl.sum(tl.where(local < NUM_MASTERS, tiles, 0), 0))
-        tl.store(num_ptr + 1, tl.sum(tiles, 0))
+        tl.store(num_ptr + 1, tl.sum(tl.where(local < HALF, tiles, 0), 0))
+        tl.store(num_ptr + 2, tl.sum(tiles, 0))
     tile = part * BLOCK_W + tl.arange(0, BLOCK_W)
     is_past = (tile_ends[None, :] <= tile[:, None]) & (local < L)[None, :]
     expert = tl.sum(is_past.to(tl.int32), 1)
@@ -65,7 +67,7 @@ def _tiles_kernel(
 
 def _empty_tables(counts_L: torch.Tensor, W: int) -> tuple[torch.Tensor, ...]:
     L = counts_L.shape[0]
-    return tuple(counts_L.new_empty(size, dtype=torch.int32) for size in (L + 1, W, W, 2, L))
+    return tuple(counts_L.new_empty(size, dtype=torch.int32) for size in (L + 1, W, W, 3, L))
 
 
 @operator("tile_tables")
@@ -82,6 +84,7 @@ def tile_tables(
         4,
         L=L,
         NUM_MASTERS=num_masters,
+        HALF=num_masters + first_half(L - num_masters),
         BLOCK_ROWS=block_rows,
         BLOCK_L=max(16, padded(L)),
         BLOCK_W=BLOCK_TILES,
@@ -96,5 +99,5 @@ def _(counts_L, num_masters, num_rows, block_rows):
 
 def triton_tiles(counts_L: torch.Tensor, num_masters: int, num_rows: int, block_rows: int) -> Tiles:
     """See `plain_tiles`."""
-    offsets_L1, expert_W, row_W, num_2, order_L = tile_tables(counts_L, num_masters, num_rows, block_rows)
-    return Tiles(offsets_L1, expert_W, row_W, num_2, order_L, block_rows)
+    offsets_L1, expert_W, row_W, num_3, order_L = tile_tables(counts_L, num_masters, num_rows, block_rows)
+    return Tiles(offsets_L1, expert_W, row_W, num_3, order_L, block_rows)

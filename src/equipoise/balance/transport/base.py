@@ -20,8 +20,13 @@ Operation = Callable[[str], AbstractContextManager[None]]
 class Pending(Protocol):
     """Transfers under way."""
 
-    def wait(self) -> None:
+    num_parts: int
+    """1, or 2: the first half of the slots (`kernels.tiles.first_half`) arrives before the others."""
+
+    def wait(self, part: int = -1) -> None:
         """Returns when what was sent may change and what was received may be read (on a GPU: by the current stream).
+
+        `part`: of what was received, only this one and those before it; what was sent stays as it is.
 
         Raises:
             RankFailure: a peer did not take part in time.

@@ -22,11 +22,13 @@ from equipoise.errors import RankFailure
 class PendingMessages:
     """Works of one batch; keeps their tensors alive until the wait, which is an operation of the name `what`."""
 
+    num_parts = 1
+
     def __init__(self, transport: "CollectiveTransport", ops: list[dist.P2POp], peers: list[int], what: str) -> None:
         self.transport, self.ops, self.peers, self.what = transport, ops, peers, what
         self.works = dist.batch_isend_irecv(ops) if ops else []
 
-    def wait(self) -> None:
+    def wait(self, part: int = -1) -> None:
         if not self.works:
             return
         started = time.perf_counter()

@@ -40,12 +40,14 @@ class DomainBuffers(SymmetricBuffers):
 class _Both:
     """Transfers of either kind."""
 
+    num_parts = 1
+
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._parts = parts
 
-    def wait(self) -> None:
-        for part in self._parts:
-            part.wait()
+    def wait(self, part: int = -1) -> None:
+        for pending in self._parts:
+            pending.wait()
 
 
 class _BothPulls:

@@ -14,14 +14,19 @@ On the CPU, under Triton's interpreter, a kernel has run when its launch returns
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from equipoise.balance.replicas import Copies, Masters, ReplicaBuffers
 from equipoise.balance.transport.base import Operation
-from equipoise.kernels.peers import PULL_PROGRAMS, PUSH_PROGRAMS, pull_gradients, push_weights
+from equipoise.kernels.peers import pull_gradients, push_weights
 from equipoise.kernels.streams import SideStream
+from equipoise.kernels.tiles import first_half
 from equipoise.symmetric.space import SymmetricSpace
+
+FEWEST_IN_PARTS = 4
+"""Slots whose weights come in two parts, so that the first ones are used while the others are on their way."""
 
 
 class SymmetricBuffers(ReplicaBuffers):
@@ -48,16 +53,17 @@ class SymmetricBuffers(ReplicaBuffers):
 
 
 class DeviceWork:
-    """A transfer on the transport's stream."""
+    """A transfer on the transport's stream, in one part or more that end one after the other."""
 
-    def __init__(self, done: torch.Event | None, kept: Sequence[torch.Tensor]) -> None:
-        self._done, self._kept = done, list(kept)
+    def __init__(self, done: Sequence[torch.Event], kept: Sequence[torch.Tensor], num_parts: int = 1) -> None:
+        self._done, self._kept, self.num_parts = list(done), list(kept), num_parts
 
-    def wait(self) -> None:
-        """The current stream goes on when the transfer is complete; the host does not wait."""
-        if self._done is not None:
-            SideStream.join(self._done)
-        self._done, self._kept = None, []
+    def wait(self, part: int = -1) -> None:
+        """The current stream goes on when the transfer, or a part, is complete; the host does not wait."""
+        if self._done:
+            SideStream.join(self._done[part])
+        if part == -1:
+            self._done, self._kept = [], []
 
 
 class DevicePull:
@@ -76,25 +82,32 @@ class DevicePull:
 
 
 class SymmetricTransport:
-    """See the module docstring. `num_masters`: of this rank. The programs bound what a transfer takes of the device."""
+    """See the module docstring. `num_masters`: of this rank. The programs bound what a transfer takes of the device; 0:
+    few that still move about what the links carry."""
 
     def __init__(
         self,
         space: SymmetricSpace,
         buffers: SymmetricBuffers,
         num_masters: int,
-        push_programs: int = PUSH_PROGRAMS,
-        pull_programs: int = PULL_PROGRAMS,
+        push_programs: int = 0,
+        pull_programs: int = 0,
     ) -> None:
         self.space, self.buffers, self.num_masters = space, buffers, num_masters
         self.push_programs, self.pull_programs = push_programs, pull_programs
-        if space.device.type == "cpu":
-            self.push_programs = self.pull_programs = 2  # they run one after another
         self.operation: Operation = lambda name: nullcontext()
         self.waited_s = 0.0
-        self._push = {name: space.channel(f"push of weights {name!r}") for name in buffers.shapes}
+        slots, half = buffers.num_slots, first_half(buffers.num_slots)
+        self._parts = [range(half), range(half, slots)] if slots >= FEWEST_IN_PARTS else [range(slots)]
+        self._push = {name: self._push_channels(name) for name in buffers.shapes}
         self._pull = {name: space.channel(f"pull of gradients {name!r}") for name in buffers.shapes}
         self._stream = SideStream(space.device)
+
+    def _push_channels(self, name: str) -> list[int]:
+        what = f"push of weights {name!r}"
+        if len(self._parts) == 1:
+            return [self.space.channel(what)]
+        return [self.space.channel(f"{what} to slots {part.start} to {part.stop - 1}") for part in self._parts]
 
     def prepare(self, name: str, device: torch.device, wants_gradients: bool) -> None:
         if device != self.space.device:
@@ -111,20 +124,22 @@ class SymmetricTransport:
         tensors = [masters] if isinstance(masters, torch.Tensor) else list(masters)
         tensors = [tensor.contiguous() for tensor in tensors]
         slots_P = self.buffers.pointers_P("weights", name)
-        return self._start(push_weights, self._push[name], copies, tensors, stacked, slots_P, self.push_programs, what)
+        launches = [
+            partial(push_weights, self.space.signals, channel, part=part)
+            for channel, part in zip(self._push[name], self._parts)
+        ]
+        return self._start(launches, copies, tensors, stacked, slots_P, self.push_programs, what)
 
     def pull_gradients(self, name: str, copies: Copies, gradients: Sequence[torch.Tensor], what: str) -> DevicePull:
         stacked = gradients[0].dim() == len(self.buffers.shapes[name]) + 1
         slots_P, tensors = self.buffers.pointers_P("gradients", name), list(gradients)
-        work = self._start(
-            pull_gradients, self._pull[name], copies, tensors, stacked, slots_P, self.pull_programs, what
-        )
+        launch = partial(pull_gradients, self.space.signals, self._pull[name])
+        work = self._start([launch], copies, tensors, stacked, slots_P, self.pull_programs, what)
         return DevicePull(work, tensors)
 
     def _start(
         self,
-        transfer: Callable[..., None],
-        channel: int,
+        launches: Sequence[Callable[..., None]],
         copies: Copies,
         tensors: list[torch.Tensor],
         stacked: bool,
@@ -132,11 +147,10 @@ class SymmetricTransport:
         programs: int,
         what: str,
     ) -> DeviceWork:
-        """Launches a transfer after what the current stream holds."""
+        """Launches the parts of a transfer after what the current stream holds."""
         self.space.check(what)
         done: list[torch.Event] = []
-        with self._stream.after_current(done):
-            transfer(
-                self.space.signals, channel, copies.slot_expert, tensors, stacked, slots_P, self.num_masters, programs
-            )
-        return DeviceWork(done[0] if done else None, [*tensors, copies.slot_expert])
+        for launch in launches:
+            with self._stream.after_current(done):
+                launch(copies.slot_expert, tensors, stacked, slots_P, self.num_masters, programs)
+        return DeviceWork(done, [*tensors, copies.slot_expert], len(launches))
