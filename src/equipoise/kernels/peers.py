@@ -31,6 +31,8 @@ buffers hold fewer."""
 
 DESCRIBED_BLOCK = 4096
 """Elements of a block that a descriptor loads: experts that are not made of whole ones are loaded by pointers."""
+LEAST_SHARE = 5
+"""A transfer takes one of so many of a device's multiprocessors at most, unless the caller says how many."""
 
 
 def padded(count: int) -> int:
@@ -190,7 +192,7 @@ class _Experts(NamedTuple):
 
 class _Moves(NamedTuple):
     """How a transfer moves memory: programs, elements at a time, warps, blocks on their way at a time, and whether
-    descriptors load them, which keeps more on its way."""
+    descriptors load them: with those, half as many programs keep the links busy."""
 
     programs: int
     block: int
@@ -201,19 +203,28 @@ class _Moves(NamedTuple):
     @staticmethod
     def of(device: torch.device, experts: _Experts, item_bytes: int, is_pull: bool, programs: int) -> "_Moves":
         """`item_bytes`: of a gradient's elements, or of the words of a weight."""
-        from equipoise.kernels.grouped_launch_triton import has_descriptors
+        from equipoise.kernels.grouped_launch_triton import has_descriptors, num_multiprocessors
 
+        moved_bytes = item_bytes if is_pull else 4  # of an element, at the masters'
+        is_whole = lambda block: experts.words.aligned and experts.num_bytes % (block * moved_bytes) == 0  # noqa: E731
         if device.type == "cpu":  # programs run one after another
-            block = 1024
-            described = experts.num_bytes % (block * (item_bytes if is_pull else 4)) == 0 and experts.words.aligned
-            return _Moves(programs or 2, block, 4, 1, described and has_descriptors(device))
-        bytes_per_block = DESCRIBED_BLOCK * (item_bytes if is_pull else 4)
-        if experts.words.aligned and experts.num_bytes % bytes_per_block == 0 and has_descriptors(device):
-            stages = 6 if is_pull and item_bytes == 4 else 8
-            return _Moves(programs or (12 if is_pull else 16), DESCRIBED_BLOCK, 4, stages, True)
-        if torch.version.hip is None and device.type == "cuda":
-            return _Moves(programs or (24 if is_pull else 12), 2048, 8, 4, False)
-        return _Moves(programs or (24 if is_pull else 16), 4096, 16, 2, False)
+            return _Moves(programs or 2, 1024, 4, 1, is_whole(1024) and has_descriptors(device))
+        most = max(num_multiprocessors(device) // LEAST_SHARE, 1)
+        is_nvidia = device.type == "cuda" and torch.version.hip is None
+        stages = 0
+        if is_nvidia and is_whole(DESCRIBED_BLOCK) and has_descriptors(device):
+            spare = _shared_memory(device) - 8192
+            stages = min(spare // (DESCRIBED_BLOCK * (4 + is_pull * item_bytes)), 8)
+        if stages >= 4:
+            return _Moves(programs or min(12 if is_pull else 16, most), DESCRIBED_BLOCK, 4, stages, True)
+        return _Moves(programs or min(24 if is_pull else 16, most), 2048, 8, 4 if is_nvidia else 2, False)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have at most."""
+    from triton.runtime import driver
+
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def _transfer(
