@@ -29,6 +29,7 @@ from equipoise.balance.device_planner import DevicePlanner
 from equipoise.balance.protocol import PlannerSettings
 from equipoise.bench.reroute_speed import reroute_case
 from equipoise.bench.results import device_word, results_folder, write_results
+from equipoise.kernels import grouped_launch_triton
 from equipoise.kernels.adamw_triton import adamw
 from equipoise.kernels.checksum import copy_with_checksum, new_totals
 from equipoise.kernels.cross_entropy_triton import loss_and_gradient
@@ -103,6 +104,21 @@ def swiglu() -> None:
             weights = torch.rand(rows, device=DEVICE)
             dual_swiglu_forward(normal(rows, D), up[:M], up[M:].clone(), tiles, weights_R=weights)
             weighted_swiglu_backward(normal(rows, D), down[:M], down[M:].clone(), hidden, weights, tiles)
+
+
+def beside_transfers() -> None:
+    """Products and weight gradients in levels of programs, and behind replicas that arrive in two parts."""
+    grouped_launch_triton.divide = lambda *launch: grouped_launch_triton.Division(7, 4, 3)
+    products()
+    for block in table_blocks()[:2]:
+        weight_gradients(block, False)
+    arrivals = [lambda: None] * 2
+    for counts, M in COUNTS:
+        D, inner, rows, L = 136, 256, sum(counts) + 7, len(counts)
+        tiles = make_tiles(torch.tensor(counts, device=DEVICE), M, rows, BLOCK_ROWS)
+        up, down = normal(L, 2 * inner, D), normal(L, D, inner)
+        _, hidden = dual_swiglu_forward(normal(rows, D), up[:M], up[M:].clone(), tiles, arrivals)
+        dual_swiglu_backward(normal(rows, D), down[:M], down[M:].clone(), hidden, tiles, arrivals)
 
 
 def rows() -> None:
@@ -193,6 +209,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "products": products,
     **{f"weight_gradients_{i}": partial(weight_gradients, b, i == 0) for i, b in enumerate(table_blocks())},
     "swiglu": swiglu,
+    "beside_transfers": beside_transfers,
     "rows": rows,
     "rows_of_others": rows_of_others,
     "plan": plan,
