@@ -13,21 +13,23 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-def compile(kernel, types, **fixed):
+def build(kernel, types, capability=90, **fixed):
     missing = [name for name in kernel.arg_names if name not in types and name not in fixed]
     assert not missing, missing
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
     aligned = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
     source = ASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    return compiled.asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+
+def compile(kernel, types, **fixed):
+    return build(kernel, types, **fixed).asm["ptx"]
 
 group = {"control_ptr": "*i64", "pads_ptr": "*i64", "channel": "i32", "rank": "i32"}
 piece = group | {"piece": "i32", "pieces_ptr": "*i64", "piece_bytes": "i64"}
 two = dict(P=2, P_PAD=2)
 """
-TRANSFERS = """
+TRANSFER = """
 from equipoise.kernels.transfer_triton import transfer_kernel
 
 types = group | {"slot_expert_ptr": "*i32", "address": "i64", "table_ptr": "*i64", "slots_ptr": "*i64",
@@ -36,6 +38,8 @@ slots = two | dict(M=4, R=2, S=4, S_PAD=4, BLOCK=4096)
 push = slots | dict(IS_PULL=False)
 pull = slots | dict(IS_PULL=True, SLOT_DTYPE=tl.float32, SLOT_ITEM_BYTES=4)
 long, word = (dict(DTYPE=t, SLOT_DTYPE=t, SLOT_ITEM_BYTES=n) for t, n in ((tl.int64, 8), (tl.int32, 4)))
+"""
+TRANSFERS = """
 pointers = dict(DESC=False, STAGES=4, sources=None, gradients=None)
 for table in (False, True):
     aligned = dict(STEP=16, IS_TABLE=table, ALIGNED=True)
@@ -53,6 +57,27 @@ for table in (False, True):
         assert "fence.proxy.async" in ptx, "descriptors see what the peer has written"
 short = dict(DTYPE=tl.int16, SLOT_DTYPE=tl.int16, SLOT_ITEM_BYTES=2)
 compile(transfer_kernel, types, STEP=1, IS_TABLE=False, ALIGNED=False, **push, **short, **pointers)
+"""
+FITTING = """
+import torch
+from equipoise.kernels import grouped_launch_triton, peers
+
+grouped_launch_triton.has_descriptors = lambda device: True
+grouped_launch_triton.num_multiprocessors = lambda device: 132
+aligned = dict(STEP=16, IS_TABLE=False, ALIGNED=True, DESC=True, capability=120)
+experts = peers._Experts(0, 1 << 20, None, peers.Words("int64", 8, True))
+for shared, described in ((232448, [True, True, True]), (101376, [True, False, False])):  # of Hopper, of workstations
+    peers._shared_memory = lambda device: shared
+    kinds = ((8, tl.int32, "i32"), (2, tl.bfloat16, "bf16"), (4, tl.float32, "fp32"))
+    found = [peers._Moves.of(torch.device("cuda", 0), experts, n, name != "i32", 0) for n, _, name in kinds]
+    assert [moves.described for moves in found] == described, found
+    for moves, (_, dtype, name) in zip(found, kinds):
+        given = dict(gradients=None) | push | word if name == "i32" else dict(DTYPE=dtype) | pull
+        blocks = types | {"sources": f"tensordesc<{'i32' if name == 'i32' else 'fp32'}[1,1,64,64]>"}
+        blocks |= {} if name == "i32" else {"gradients": f"tensordesc<{name}[1,1,64,64]>"}
+        if moves.described:
+            needed = build(transfer_kernel, blocks, STAGES=moves.stages, **aligned, **given).metadata.shared
+            assert needed <= shared, (name, needed)
 """
 ROWS = """
 from equipoise.kernels import rows_triton as rows
@@ -114,7 +139,11 @@ for size in (small, large):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("program", [TRANSFERS, ROWS, PLAN], ids=["transfers", "rows", "plan with exchange"])
+@pytest.mark.parametrize(
+    "program",
+    [TRANSFER + TRANSFERS, TRANSFER + FITTING, ROWS, PLAN],
+    ids=["transfers", "transfers in the shared memory of a device", "rows", "plan with exchange"],
+)
 def test_they_compile(program: str, tmp_path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)

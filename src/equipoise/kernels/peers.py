@@ -220,6 +220,7 @@ class _Moves(NamedTuple):
         return _Moves(programs or min(24 if is_pull else 16, most), 2048, 8, 4 if is_nvidia else 2, False)
 
 
+@lru_cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have at most."""
     from triton.runtime import driver
@@ -246,7 +247,7 @@ def _transfer(
     from equipoise.kernels.transfer_triton import transfer_kernel
 
     S = slot_expert.numel()
-    part = part or range(S // signals.num_ranks)
+    part = range(S // signals.num_ranks) if part is None else part  # an empty one is no slot
     num_steps, step = _steps(experts.num_bytes // item_bytes)
     arguments = (
         signals.control,
