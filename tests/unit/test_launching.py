@@ -103,6 +103,15 @@ def test_what_a_kernel_is_compiled_for_makes_a_launch_another(kernel: Kernel, ch
     assert kernel.launched == []
 
 
+def test_on_amd_parts_of_a_large_storage_are_others(kernel: Kernel, monkeypatch) -> None:
+    """Triton compiles kernels there with offsets of 32 bits for small ones."""
+    monkeypatch.setattr(launching, "_NEAR_BYTES", 256)
+    for x in (torch.zeros(64), torch.zeros(80)[:64], torch.ones(64), torch.ones(80)):
+        run(kernel, x)
+    assert [arguments[0].untyped_storage().nbytes() for _, arguments, _, _ in kernel.compiled] == [256, 320]
+    assert len(kernel.launched) == 2
+
+
 def test_what_is_remembered_does_not_grow_with_the_values_of_integers(kernel: Kernel) -> None:
     x = torch.zeros(64)
     for value in range(2, 200):

@@ -19,6 +19,8 @@ _launchers: dict[tuple[Any, ...], "Launcher"] = {}
 """Of `launch`, by kernel, warps and constants."""
 _refused: list[str] = []
 """Why a version of Triton does not launch compiled kernels so."""
+_NEAR_BYTES = 2**31 - 1 if torch.version.hip else 0
+"""For AMD, Triton compiles kernels with offsets of 32 bits for tensors in storages of at most so many bytes."""
 
 
 class Launcher:
@@ -29,8 +31,8 @@ class Launcher:
         bound: first arguments that are the same for all launches; tensors among them stay where they are.
         constants: `tl.constexpr` parameters that are not among the arguments, and options of Triton.
 
-    Compiled kernels are remembered by the dtypes and alignment of tensors, by what Triton distinguishes of integers,
-    and by the values of constants: not by other values, so there are few.
+    Compiled kernels are remembered by the dtypes and alignment of tensors (on AMD by whether they are large, too), by
+    what Triton distinguishes of integers, and by the values of constants: not by other values, so there are few.
     """
 
     def __init__(self, kernel: Any, num_warps: int, bound: Sequence[Any] = (), **constants: Any) -> None:
@@ -60,6 +62,8 @@ class Launcher:
                 address = value.data_ptr()
                 passed.append(address)
                 form.append(value.dtype if address % 16 == 0 else (value.dtype,))
+                if _NEAR_BYTES:
+                    form.append(value.untyped_storage().nbytes() <= _NEAR_BYTES)
             else:
                 passed.append(value)
                 if specialized is None or value is None:
