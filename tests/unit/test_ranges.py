@@ -31,3 +31,12 @@ def test_a_profile_has_the_names() -> None:
 def test_without_one_no_operator_runs_for_them(monkeypatch) -> None:
     monkeypatch.setattr("equipoise.kernels.ranges.record_function", None)
     run()
+
+
+def test_the_compiler_leaves_them_out() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        with named_range("compiled"):
+            return x * 2
+
+    compiled = torch.compile(double, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(3)).tolist() == [2, 2, 2]
