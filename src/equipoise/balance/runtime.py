@@ -109,10 +109,11 @@ class _Slots:
         if tenant is not None and tenant() is step:
             return
         self.wait(name)  # two receives into one slot would race
-        self._tenants[name] = weakref.ref(step)
+        self._tenants.pop(name, None)  # nobody's, should the push fail
         what = f"weights {name!r} of {step.where}"
         with unseen(), _moving_weights():
             self._pending[name] = self.transport.push_weights(name, step.copies, step.masters(name), what)
+        self._tenants[name] = weakref.ref(step)
 
     def weights(self, step: Step, name: str) -> torch.Tensor:
         """The slots with the step's replicas in them, complete."""
