@@ -220,7 +220,7 @@ def weights_with_rows(world: World, meshes: Meshes) -> dict[str, float]:
         copy_rows(*given)
 
     symmetric_dispatch.copy_rows = counted  # type: ignore[assignment]
-    for kernel, slots in (("triton", 2), ("loop", 1)):
+    for kernel, slots in (("triton", 4), ("loop", 1)):
         collective, symmetric = make_balancer(group, slots), symmetric_balancer(space, meshes, slots)
         number, added_to = symmetric.num_physical_experts, list[int]()
         symmetric.transport.pull_gradients = seen(symmetric.transport.pull_gradients, added_to)  # type: ignore[method-assign]
