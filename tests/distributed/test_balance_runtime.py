@@ -187,7 +187,8 @@ def late(balancer: Balancer, parts: int = 1) -> Balancer:
 
 
 def fused_experts(group: dist.ProcessGroup, balancer: Balancer, kernel: str, hooks: bool) -> list[torch.Tensor]:
-    """Output and all gradients of SwiGLU experts in one piece, most tokens going to rank 0."""
+    """Output and all gradients of SwiGLU experts in one piece, most tokens going to rank 0. Between forward and backward
+    another step takes the slots, so that the weights come twice."""
     rank, generator = dist.get_rank(group), torch.Generator().manual_seed(3)
     make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     mine = slice(rank * E // 2, (rank + 1) * E // 2)
@@ -201,6 +202,9 @@ def fused_experts(group: dist.ProcessGroup, balancer: Balancer, kernel: str, hoo
     rows_RD = step.grouped_mlp(arrived.rows_RD, arrived.counts_M, attached["up"], attached["down"], kernel)
     y_TD = dispatcher.combine(rows_RD, arrived.handle)
     y_TD = step.leave(y_TD) if hooks else y_TD
+    other = balancer.route((ids_TK + 1) % E, (1, 0))
+    for name, weight in masters.items():
+        other.attach(name, -weight.detach())
     y_TD.backward(make(*y_TD.shape))
     assert x_TD.grad is not None
     return [y_TD.detach(), x_TD.grad, *(weight.grad for weight in masters.values())]  # type: ignore[list-item]
