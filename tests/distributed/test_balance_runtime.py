@@ -187,8 +187,8 @@ def late(balancer: Balancer, parts: int = 1) -> Balancer:
 
 
 def fused_experts(group: dist.ProcessGroup, balancer: Balancer, kernel: str, hooks: bool) -> list[torch.Tensor]:
-    """Output and all gradients of SwiGLU experts in one piece, most tokens going to rank 0. Between forward and backward
-    another step takes the slots, so that the weights come twice."""
+    """Output and all gradients of SwiGLU experts in one piece, most tokens going to rank 0. Before the backward another
+    step takes the slots, so that the weights come twice."""
     rank, generator = dist.get_rank(group), torch.Generator().manual_seed(3)
     make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     mine = slice(rank * E // 2, (rank + 1) * E // 2)
