@@ -218,7 +218,7 @@ def test_weight_gradients_in_every_form_of_the_table(form: str, counts: list[int
 
 
 def test_every_tile_is_dealt_once_and_slots_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many programs there are: gradients are replaced, so a tile dealt twice or never shows as a wrong sum."""
+    """However many programs there are: a slot's tile that is dealt twice, or any that never is, makes a wrong sum."""
     from equipoise.kernels import grouped_launch_triton
 
     counts, N, K = [5, 2, 0, 7, 1, 3], 40, 24

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from equipoise.kernels.grouped_gemm_triton import dual_gemm_kernel
 from equipoise.kernels.grouped_wgrad_triton import SLOT_COLUMNS as _SLOT_COLUMNS
 from equipoise.kernels.grouped_wgrad_triton import dual_wgrad_kernel
 from equipoise.kernels.launching import launch
+from equipoise.kernels.peers import padded
 from equipoise.kernels.swiglu_triton import (
     swiglu_rows_backward_kernel,
     swiglu_rows_kernel,
@@ -183,7 +183,7 @@ def launch_wgrad(
     )  # fmt: skip
     launch(
         dual_wgrad_kernel, lanes * levels, arguments, block.warps, N=N, K=K,
-        E_PAD=triton.next_power_of_2(max(M, num_experts - M * masters_too)), HAS_MASTERS=masters_too,
+        E_PAD=padded(max(M, num_experts - M * masters_too)), HAS_MASTERS=masters_too,
         HAS_SLOTS=out_slots is not None, ADD=add, DESC=descriptors, DESC_OUT=describe_out,
         DESC_SLOTS=describe_slots, BM=BM, BN=BN, BT=BT, GROUP=block.group, SPLIT=block.split, SNAKE=block.snake,
         num_stages=block.stages,
