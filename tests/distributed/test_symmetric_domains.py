@@ -78,21 +78,24 @@ def training(world: World, meshes: Meshes) -> dict[str, dict[str, Any]]:
 
 NO = -1
 PLANS = {"near and far": [5, 9, 0, NO, 13, 1, 5, 8], "far": [NO, 9, NO, NO, NO, 1, 5, NO], "none here": [5] + 7 * [NO]}
-"""Experts by slot, two slots for each rank. Experts 0 to 7 are at home in the first domain."""
+"""Experts of each rank's first and last slot. Experts 0 to 7 are at home in the first domain."""
 
 
 def transfers(world: World, meshes: Meshes) -> list[str]:
-    """Weights in slots and sums of gradients that are not the right bits, over plans one after the other."""
-    M, R, shapes, wrong = E // 4, 2, {"matrix": (5, 7), "bias": (3,)}, []
+    """Weights in slots and sums of gradients that are not the right bits, over plans one after the other: of two
+    slots, and of as many as the domain's memory fills in two parts."""
+    M, shapes, wrong = E // 4, {"matrix": (5, 7), "bias": (3,)}, []
     make = lambda seed, *sizes: torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))  # noqa: E731
     space = domain_space(meshes)
-    for dtype, stacked in ((torch.float32, True), (torch.float16, False)):
+    for dtype, stacked, R in ((torch.float32, True, 2), (torch.float16, False, 4)):
         buffers = DomainBuffers(shapes, R, dtype, space, reduction_rows=1)
         transport = DomainTransport(space, meshes.ep, buffers, M, world.rank // 2 * 2)
         for name in shapes:
             transport.prepare(name, CPU, True)
         for plan, slots in PLANS.items():
-            placement = Placement(torch.tensor(slots, dtype=torch.int32), torch.zeros(4 * (M + R)).int(), 4, E)
+            slots_PR = torch.full((4, R), NO, dtype=torch.int32)
+            slots_PR[:, 0], slots_PR[:, -1] = torch.tensor(slots).view(4, 2).unbind(1)
+            placement = Placement(slots_PR.flatten(), torch.zeros(4 * (M + R)).int(), 4, E)
             replicas = replicas_of(placement)
             copies = Copies(placement.slot_expert, replicas)
             for name, shape in shapes.items():
