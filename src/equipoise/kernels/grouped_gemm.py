@@ -224,7 +224,8 @@ def _swiglu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from equipoise.kernels.grouped_launch_triton import launch_swiglu_rows_backward
 
-    act = _gemm(grad_RD, masters, slots, None, None, tiles, False, arrivals=arrivals)  # its gradient, for now
+    # `act` holds the activation's gradient until the next launch.
+    act = _gemm(grad_RD, masters, slots, None, None, tiles, transposed=False, arrivals=arrivals)
     grad_hidden, R = torch.empty_like(hidden), hidden.shape[0]
     grad_weights_R = hidden.new_zeros(0 if weights_R is None else R, dtype=torch.float32)
     if R:
