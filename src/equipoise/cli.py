@@ -194,7 +194,7 @@ def _run_here(
     """Train in this process; a signal that arrives meanwhile ends the command with its exit code."""
     from equipoise.train.run import run_training
 
-    with StopSignals() as stop:
+    with StopSignals(None if launch.is_own_worker(os.environ) else launch.tell_of_stop) as stop:
         run_training(config, out, argv, resume, typed, resume_step)
     stop.raise_if_requested()
 

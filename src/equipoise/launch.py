@@ -18,6 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equipoise.errors import ConfigError, RankFailure
@@ -33,6 +34,11 @@ _LOCALHOST = "127.0.0.1"
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a worker that was told to end, by the agent as a rule."""
 _AGENT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+
+STOP_NOTICE = (
+    "Stopping: what is under way is finished (training saves its state). Ctrl-C again ends at once, without that."
+)
 
 
 class LaunchError(RankFailure):
@@ -52,6 +58,12 @@ class LaunchStopped(BaseException):
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
         self.signal_number = signal_number
+
+
+def tell_of_stop() -> None:
+    """Says what a first Ctrl-C does; from a signal's handler, so past Python's buffers."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{STOP_NOTICE}\n".encode())
 
 
 def has_launcher(environment: Mapping[str, str]) -> bool:
@@ -191,7 +203,7 @@ def launch(count: int, command: Sequence[str]) -> None:
     settings |= {name: value for name, value in newer.items() if name in known}
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, core_count() // count))
     try:
-        with environment({"OMP_NUM_THREADS": threads}), _quiet_agent(), _handlers_put_back():
+        with environment({"OMP_NUM_THREADS": threads}), _quiet_agent(), _handlers_put_back(), _second_interrupt_kills():
             elastic_launch(LaunchConfig(**settings), command[0])(*command[1:])
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
@@ -220,6 +232,46 @@ def _handlers_put_back() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _second_interrupt_kills() -> Iterator[None]:
+    """Tells what a first Ctrl-C does, and kills the workers at a second: the agent would only ask them again."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # told of signals whoever handles them
+
+    def watch() -> None:
+        interrupts = 0
+        while numbers := os.read(read, 64):
+            for _ in range(numbers.count(signal.SIGINT)):
+                interrupts += 1
+                if interrupts == 1:
+                    tell_of_stop()
+                else:
+                    for pid in _children():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+
+    watcher = threading.Thread(target=watch, name="second-interrupt", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(write)
+        watcher.join()
+        os.close(read)
+
+
+def _children() -> list[int]:
+    """Processes that this one has started; none where there is no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(stat.parent.name))
+    return found
 
 
 @contextlib.contextmanager

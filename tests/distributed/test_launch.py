@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import equipoise
-from equipoise.launch import LaunchError, free_port, launch
+from equipoise.launch import GRACE_S, STOP_NOTICE, LaunchError, free_port, launch
 
 TOY_PROGRAM = Path(__file__).parents[1] / "unit" / "toy_program.py"
 SOURCES = str(Path(equipoise.__file__).parents[1])
@@ -139,6 +139,7 @@ def test_a_signal_reaches_every_worker_which_saves_before_the_end(
     code, stderr = run.wait()
     assert code == 128 + number
     assert "Traceback" not in stderr
+    assert (STOP_NOTICE in stderr) == (number == signal.SIGINT)
     assert [(run.out / f"saved-{rank}").read_text() for rank in (0, 1)] == [number.name] * 2
     assert not any(alive(pid) for pid in run.pids())
 
@@ -156,6 +157,22 @@ def test_a_worker_that_heeds_no_signal_is_killed_after_the_grace_period(start: C
     run.started(2)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait()[0] == 128 + signal.SIGTERM
+    assert not any(alive(pid) for pid in run.pids())
+
+
+def test_a_second_interrupt_ends_workers_at_once(start: Callable[..., Run]) -> None:
+    run = start("--nproc-per-node", "2", "--train.behaviour", "stubborn")
+    run.started(2)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert run.process.poll() is None, "a first one lets them save"
+    started = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    code, stderr = run.wait()
+    assert code == 128 + signal.SIGINT
+    assert time.monotonic() - started < GRACE_S / 4
+    assert stderr.count(STOP_NOTICE) == 1
+    assert "Traceback" not in stderr
     assert not any(alive(pid) for pid in run.pids())
 
 

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,9 +27,13 @@ class StopSignals:
     `requested` (a maximum over ranks) before they act on it. An instance that is entered inside another
     takes over what that one has heard, and passes on what it hears. Outside the main thread Python allows
     no handlers: entering changes nothing there.
+
+    Args:
+        tell: called at the first SIGINT, in the signal's handler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[], None] | None = None) -> None:
+        self._tell = tell
         self.requested = 0
         """Number of the signal that asked for the stop; 0 when none did."""
         self._previous: dict[int, Any] = {}
@@ -57,6 +61,8 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         again = self.requested == signal.SIGINT == number
+        if self._tell is not None and not self.requested and number == signal.SIGINT:
+            self._tell()
         self.requested = self.requested or number
         for outer in self._outer():
             outer.requested = outer.requested or number
