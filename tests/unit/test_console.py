@@ -42,6 +42,22 @@ def test_without_a_terminal_each_update_is_one_plain_line() -> None:
     assert lines[9].endswith("runs/a/metrics.jsonl")
 
 
+def test_balancing_shows_the_load_before_and_after() -> None:
+    stream = io.StringIO()
+    with TrainConsole(100, stream=stream) as console:
+        console.update({**RECORD, "rank_imbalance_after": 1.004})
+    assert "  imbalance 1.25 -> 1.00  " in stream.getvalue()
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_narrow_terminal_keeps_the_step(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = run(Terminal())
+    assert "30/100" in text
+    assert "…/" not in text
+
+
 def test_long_lines_are_not_broken() -> None:
     stream = io.StringIO()
     TrainConsole(1, stream=stream).message("x" * 500)

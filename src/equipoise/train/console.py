@@ -12,7 +12,7 @@ from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 
@@ -47,10 +47,10 @@ class TrainConsole:
         if self._live:
             self._progress = Progress(
                 TextColumn("step"),
-                MofNCompleteColumn(),
+                MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(self._total)) + 1)),
                 BarColumn(bar_width=20),
-                TextColumn("{task.fields[line]}"),
-                TimeElapsedColumn(),
+                TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+                TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=len("0:00:00"))),
                 console=self._console,
                 auto_refresh=True,
                 refresh_per_second=4,
@@ -150,7 +150,8 @@ class TrainConsole:
 
 
 def describe(record: Mapping[str, Any], eval_loss: float | None, remaining_s: float | None) -> str:
-    """One line for a record: loss, tokens/s, rank imbalance, the evaluation given, time left."""
+    """One line for a record: loss, tokens/s, rank imbalance (routed, and as balancing delivers it), the evaluation
+    given, time left."""
     parts = []
     if "loss" in record:
         loss = record["loss"]
@@ -158,7 +159,9 @@ def describe(record: Mapping[str, Any], eval_loss: float | None, remaining_s: fl
     if record.get("tokens_per_second") is not None:
         parts.append(f"{count(record['tokens_per_second'])} tokens/s")
     if record.get("rank_imbalance") is not None:
-        parts.append(f"imbalance {record['rank_imbalance']:.2f}")
+        balanced = record.get("rank_imbalance_after")
+        evened_out = "" if balanced is None else f" -> {balanced:.2f}"
+        parts.append(f"imbalance {record['rank_imbalance']:.2f}{evened_out}")
     if eval_loss is not None:
         parts.append(f"eval {eval_loss:.4f}")
     if remaining_s is not None:

@@ -59,8 +59,17 @@ class StepRecorder:
             f"batch: {loop.global_batch_size} sequences of {loop.sequence_length} tokens = "
             f"{self.plan.accumulation_steps} microbatches of {self.plan.micro_batch_size} on each rank",
             f"expert kernel: {kernel['grouped_linear']} ({kernel['reason']})",
+            f"balancing: {self._balancing()}",
             f"MFU refers to {self.peak.flops / 1e12:.3g} TFLOP/s per rank ({self.peak.source})",
         ]
+
+    def _balancing(self) -> str:
+        balance, axes = self.config.balance, self.plan.axes
+        if balance is None:
+            return "off" if axes.ep == 1 else "off (--balance turns it on)"
+        slots = balance.num_redundant_experts_per_rank
+        alone = ", which has nothing to even out on one rank of an EP group" if axes.ep == 1 else ""
+        return f"{balance.planner}, {slots} replica slot{'s' * (slots > 1)} on each rank{alone}"
 
     def record(self, result: StepResult, lr: float, times: dict[str, float]) -> dict[str, Any]:
         """Fields of one step; `times` of `StepTimes.seconds`."""
