@@ -24,7 +24,7 @@ from equipoise.bench.group import bench
 from equipoise.convert import convert
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.exit_codes import EXIT_FAILED, exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, option_names
 from equipoise.serve_command import serve
 from equipoise.trace.command import HELP as TRACE_HELP
 from equipoise.trace.command import trace_model
@@ -148,7 +148,7 @@ def train(
             typer.echo(describe_settings(read_schema(root), asked))
             return
         typed = typed or shlex.join(["equipoise", *sys.argv[1:]])
-        _train(root, context.args, nproc_per_node, out, resume, resume_step, typed)
+        _train(root, context.args, option_names(context), nproc_per_node, out, resume, resume_step, typed)
 
 
 def _root_class() -> "type[BaseModel]":
@@ -160,6 +160,7 @@ def _root_class() -> "type[BaseModel]":
 def _train(
     root: "type[BaseModel]",
     arguments: list[str],
+    own_options: list[str],
     nproc_per_node: int | None,
     out: Path | None,
     resume: bool,
@@ -171,7 +172,7 @@ def _train(
             "--resume-step names a checkpoint of an earlier run: give that run's folder with --out, without --no-resume"
         )
     recipe, overrides = split_recipe(root, arguments)
-    config = load_config(root, recipe, overrides)
+    config = load_config(root, recipe, overrides, options=own_options)
     count, world_size = launch.choose_worker_count(nproc_per_node)
     _check_world(config, world_size)
     if out is None:

@@ -26,6 +26,8 @@ BAD = {
     "slots": ("--slots 0", "--slots is '0'"),
     "slots in words": ("--slots many", "expected a whole number from 1, or `advise`"),
     "one rank": ("--parallel.ep_size 1", "parallel.ep_size is 1"),
+    "an option": ("--round 3", "round = 3 (command line): unknown key; did you mean --rounds?"),
+    "an option like a key": ("--step 3", "did you mean --steps or train.steps?"),
     "a key": ("--model.num_expert 8", "num_experts"),
 }
 

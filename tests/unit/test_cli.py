@@ -217,6 +217,13 @@ def test_under_a_launcher_all_ranks_come_to_the_same_folder(calls: Calls, monkey
     ("arguments", "message"),
     [
         (["--train.stpes", "3"], "train.stpes = 3 (command line): unknown key; did you mean train.steps?"),
+        (["--outt", "x"], "outt = x (command line): unknown key; did you mean --out?"),
+        (["--nproc-per-nod", "2"], "nproc-per-nod = 2 (command line): unknown key; did you mean --nproc-per-node?"),
+        (["--nproc", "2"], "nproc = 2 (command line): unknown key; did you mean --nproc-per-node?"),
+        (["--resume-stp=5"], "resume-stp = 5 (command line): unknown key; did you mean --resume-step?"),
+        (["--no-resum"], "no-resum (command line): unknown key; did you mean --no-resume?"),
+        (["--typd", "x"], "typd = x (command line): unknown key; the sections are"),
+        (["--train.out", "x"], "train.out = x (command line): unknown key; did you mean train.recompute?"),
         (["--train.steps", "x"], "train.steps = x (command line): expected int >= 0"),
         (["--train.compile", "maybe"], "train.compile = maybe (command line): expected true or false"),
         (["--train.compile="], 'train.compile = "" (command line): expected true or false'),

@@ -11,7 +11,7 @@ from equipoise import launch
 from equipoise.bench.group import bench
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, option_names
 from equipoise.train.load import load_config, split_recipe
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def balance(
         recipe, overrides = split_recipe(TrainConfig, context.args)
         run_dir = Path(recipe) if recipe is not None and Path(recipe).is_dir() else None
         source = "" if run_dir is None else run_dir / "config.toml"
-        config = load_config(TrainConfig, source or recipe, overrides)
+        config = load_config(TrainConfig, source or recipe, overrides, options=option_names(context))
         count, world_size = launch.choose_worker_count(nproc_per_node)
         study = Study(
             modes=_names(modes, "--modes"),

@@ -28,6 +28,7 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     presets: Traversable | None = None,
+    options: Sequence[str] = (),
 ) -> ConfigT:
     """Validated instance of `root`.
 
@@ -35,13 +36,14 @@ def load_config(
         recipe: a preset's name, the path of a TOML file, or `None` for the defaults of the classes.
         overrides: command-line arguments such as `["--train.steps", "5", "--train.no-compile"]`.
         presets: folder that replaces the presets of the package.
+        options: the command's own options (`--out`, ...), which a misspelt one in `overrides` may have meant.
 
     Raises:
         ConfigError: names every unknown key, wrong type, value out of range and impossible combination.
     """
     schema = read_schema(root)
     values = _Values(schema)
-    arguments = read_arguments(schema, overrides)
+    arguments = read_arguments(schema, overrides, options)
     problems = list(arguments.problems)
     problems += [
         Problem("", f"unexpected argument {quoted(overrides[i])}; settings are given as --section.key value")

@@ -31,8 +31,10 @@ class Arguments:
     problems: list[Problem]
 
 
-def read_arguments(schema: Schema, arguments: Sequence[str]) -> Arguments:
+def read_arguments(schema: Schema, arguments: Sequence[str], options: Sequence[str] = ()) -> Arguments:
     """Sort `arguments` into positionals and overrides; what is wrong is collected, never raised.
+
+    `options` are the command's own, which messages may name.
 
     An option takes the next argument as its value unless that looks like an option itself (negative numbers
     do not). Without a value it means true, for settings that have a true; `--section.no-key` and
@@ -57,7 +59,7 @@ def read_arguments(schema: Schema, arguments: Sequence[str]) -> Arguments:
             continue
         if value is None and rest and not looks_like_option(rest[0]):
             value = rest.pop(0)
-        _read_one(schema, out, name, key, value)
+        _read_one(schema, out, name, key, value, options)
     return out
 
 
@@ -66,14 +68,14 @@ def looks_like_option(argument: str) -> bool:
     return len(argument) > 1 and argument.startswith("-") and not is_number(argument)
 
 
-def _read_one(schema: Schema, out: Arguments, name: str, key: str, value: str | None) -> None:
+def _read_one(schema: Schema, out: Arguments, name: str, key: str, value: str | None, options: Sequence[str]) -> None:
     setting = schema.settings.get(key)
     if setting is None:
         section = schema.sections.get(key)
         if section is not None and section.optional and value in (None, "none"):
             out.overrides.append(Override(key, None if value else {}, value or "given bare"))
         else:
-            out.problems.append(_problem(name, unknown_key(schema, key), value))
+            out.problems.append(_problem(name, unknown_key(schema, key, options), value))
     elif value is not None:
         out.overrides.append(Override(key, parse_value(setting.annotation, value), quoted(value)))
     elif setting.boolean:

@@ -39,8 +39,8 @@ def raise_problems(problems: Sequence[Problem]) -> None:
     raise ConfigError(f"The configuration has {len(unique)} problems:\n{listed}")
 
 
-def unknown_key(schema: Schema, key: str) -> str:
-    """Message for a key that does not exist, with the nearest right name."""
+def unknown_key(schema: Schema, key: str, options: Sequence[str] = ()) -> str:
+    """Message for a key that does not exist, with the nearest right name, be it one of the command's `options`."""
     if key in schema.sections:
         keys = ", ".join(s.key for s in schema.settings_of(key)[:4])
         return f"this is a section, not a setting; set its keys ({keys}, ...)"
@@ -49,10 +49,20 @@ def unknown_key(schema: Schema, key: str) -> str:
         if parent in schema.settings:
             return f"unknown key; {parent} is a single value ({schema.settings[parent].expected})"
         parent = parent.rpartition(".")[0]
-    near = nearest_names(schema, key)
+    near = [*nearest_options(options, key), *nearest_names(schema, key)]
     if near:
         return f"unknown key; did you mean {' or '.join(near)}?"
     return f"unknown key; the sections are {', '.join(k for k in schema.sections if k and '.' not in k)}"
+
+
+def nearest_options(options: Sequence[str], key: str) -> list[str]:
+    """At most one of `options` (`--out`, say), which the key, having no dot, begins or nearly spells."""
+    word = key.replace("_", "-")
+    if "." in word:
+        return []
+    names = [option.lstrip("-") for option in options]
+    near = [n for n in names if n.startswith(word)] or difflib.get_close_matches(word, names, n=1, cutoff=0.7)
+    return [f"--{name}" for name in near[:1]]
 
 
 def nearest_names(schema: Schema, key: str) -> list[str]:
