@@ -1,6 +1,8 @@
 """The simulator: traffic as the runtime splits it, costs by hand, loads that add up, bad input with a message."""
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from equipoise.moe.synthetic import WORKLOADS, Workload
 from equipoise.observe.reader import open_trace
 from equipoise.observe.schema import TraceInfo
 from equipoise.observe.tables import LayerRows as TraceRows
-from equipoise.observe.writer import TraceWriter
+from equipoise.observe.writer import TraceWriter, prepare_folder
 from equipoise.simulate import run
 from equipoise.simulate.cost import LayerRows, layer_cost
 from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
@@ -199,6 +201,27 @@ def test_a_trace_that_cannot_be_replayed_says_why(tmp_path: Path, recorded: Path
         writer.write_layers(rows(1, has_matrices=False))
     with pytest.raises(TraceError, match="no load matrices were recorded"):
         list(trace_loads(open_trace(tmp_path / "other"), 2))
+
+
+def test_earlier_traces_are_named_and_can_be_given(tmp_path: Path) -> None:
+    """After a resume with other sizes the run's trace is a new one, which is not there yet or lacks matrices."""
+    run, info = tmp_path / "my run", TraceInfo(3, 6, 2, ep_size=2, num_slots=1, hidden_size=4, moe_intermediate_size=8)
+    for step in (1, 2):
+        with TraceWriter(run / "trace", info) as writer:
+            writer.write_layers(rows(step))
+        prepare_folder(run / "trace", info, resumed_step=0)
+    result = CliRunner().invoke(main, ["simulate", str(run)])
+    assert "no file of a load trace" in result.output
+    assert f"lies in {run}/trace-previous, {run}/trace-previous-2: give that folder" in result.output
+    with TraceWriter(run / "trace", info) as writer:
+        writer.write_layers(rows(3, has_matrices=False))
+    result = CliRunner().invoke(main, ["simulate", str(run)])
+    assert "no load matrices were recorded" in result.output
+    (command,) = re.findall("`equipoise (.*?)`", result.output)
+    assert shlex.split(command) == ["simulate", f"{run}/trace-previous-2"]
+    result = CliRunner().invoke(main, shlex.split(command))
+    assert result.exit_code == 0, result.output
+    assert "2 ranks: balancing" in result.output
 
 
 def test_a_sweep_finds_the_best_and_says_when_nothing_pays() -> None:

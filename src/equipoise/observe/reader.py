@@ -3,6 +3,7 @@
 Shapes: P ranks of an EP group, E logical experts, M masters and R replica slots per rank, L layers, F phases.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,13 +196,28 @@ def open_trace(path: str | Path) -> Trace:
         )
     files = _scan(path, {})
     if not files:
+        where = path if path.name == TRACE_FOLDER else path / TRACE_FOLDER
         raise TraceError(
             f"{path}: there is no file of a load trace (*.parquet) with rows in it. A run writes one if its "
             "settings have a [trace] section, the first some seconds after its first recorded step; see docs/traces.md"
+            f"{say_earlier(where)}"
         )
     if not any(f.table == LAYERS for f in files):
         raise TraceError(f"{path}: there are sequences, but no file of the table {LAYERS!r}; give the whole folder")
     return Trace(path, files)
+
+
+def say_earlier(directory: Path) -> str:
+    """Continues an error about a trace's folder: the earlier traces that were set aside beside it; empty if none."""
+    beside = directory.parent.glob(f"{directory.name}-previous*")
+    earlier = sorted((p for p in beside if any(p.glob("*.parquet"))), key=lambda p: (len(p.name), p.name))
+    if not earlier:
+        return ""
+    listed = ", ".join(map(str, earlier))
+    return (
+        f". What was recorded before a restart, or before a resume with another number of ranks, lies in {listed}: "
+        f"give that folder, such as `equipoise simulate {shlex.quote(str(earlier[-1]))}`"
+    )
 
 
 def _scan(path: Path, known: dict[Path, TraceFile]) -> list[TraceFile]:

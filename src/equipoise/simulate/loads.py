@@ -158,9 +158,12 @@ def _recorded(trace: "Trace", steps: tuple[int, int] | None) -> Iterator[LoadBlo
         assert row.load_PE is not None
         loads.append(row.load_PE)
     if key is None:
+        from equipoise.observe.reader import say_earlier
+
         raise TraceError(
             f"{trace.directory}: no load matrices were recorded{_range(steps)}; a run records them every "
             "trace.matrices_every steps: train for more steps, or with a smaller number"
+            f"{say_earlier(trace.directory)}"
         )
     yield LoadBlock(key[0], key[1], np.array(layers), np.stack(loads))
 
