@@ -1,8 +1,12 @@
-"""What several commands take: a recipe with settings, and the number of workers."""
+"""What several commands take: a recipe with settings, the number of workers, a results file."""
 
+import tempfile
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from equipoise.errors import ConfigError
 
 RECIPE_AND_SETTINGS: dict[str, Any] = {
     "options_metavar": "[RECIPE] [--SECTION.KEY VALUE]... [OPTIONS]",
@@ -15,6 +19,27 @@ def option_names(context: typer.Context) -> list[str]:
     """The options of the command that the help shows, such as `--out` and `--no-resume`."""
     shown = [p for p in context.command.get_params(context) if not getattr(p, "hidden", False)]
     return [name for p in shown for name in (*p.opts, *p.secondary_opts) if name.startswith("--")]
+
+
+def check_out(path: Path, example: str) -> None:
+    """Makes the folder of a results file, before anything is computed or measured for it.
+
+    Raises:
+        ConfigError: no file can be written there; one that is a folder names the file `example` in it instead.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {path.parent} cannot be made: {error.strerror or error}") from error
+    if path.is_dir():
+        raise ConfigError(f"--out {path}: this is a folder; give the name of a file, such as {path / example}")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path}: no file can be written into {path.parent}: {error.strerror or error}; choose another place"
+        ) from error
 
 
 NprocPerNode = Annotated[

@@ -1,5 +1,7 @@
 """`equipoise bench balance`: what it refuses before anything starts, and what it makes of its measurements."""
 
+import contextlib
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from equipoise import cli
+from equipoise import cli, options
 from equipoise.balance_config import BalanceConfig
 from equipoise.bench import balance_run
 from equipoise.bench.advice import slots_for
@@ -52,6 +54,36 @@ def test_what_cannot_be_is_refused_before_anything_starts(folder: Path, case: st
     result = CliRunner().invoke(cli.main, arguments)
     assert result.exit_code == 2, result.output
     assert text in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["balance demo --nproc-per-node 2", "calibrate demo --nproc-per-node 2", "kernels", "plan"]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    folder: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").touch()
+    for name in ("locked", "open"):
+        (folder / name).mkdir()
+
+    def make_file(dir: Path) -> Any:  # permissions would not stop root
+        if dir.name == "locked":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(options.tempfile, "TemporaryFile", make_file)
+    for out, text in (
+        ("file/x.json", "--out file/x.json: file cannot be made: "),
+        (
+            "locked/x.json",
+            "--out locked/x.json: no file can be written into locked: Permission denied; choose another place",
+        ),
+        ("open", "--out open: this is a folder; give the name of a file, such as open/"),
+    ):
+        result = CliRunner().invoke(cli.main, ["bench", *command.split(), "--out", out])
+        assert result.exit_code == 2, result.output
+        assert text in result.stderr
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == ["file", "locked", "open"]
 
 
 def test_a_folder_that_is_no_run_is_refused(folder: Path) -> None:

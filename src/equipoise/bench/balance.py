@@ -11,7 +11,7 @@ from equipoise import launch
 from equipoise.bench.group import bench
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, option_names
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, check_out, option_names
 from equipoise.train.load import load_config, split_recipe
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def balance(
             out=out or (run_dir or Path()) / "balance.json",
         )
         config = study.prepare(config, world_size)
+        check_out(study.out, "balance.json")
         arguments = ["bench", "balance", *context.args, "--nproc-per-node", str(count), *_options(study)]
         launch.start(count, arguments, functools.partial(run_study, study, config))
 

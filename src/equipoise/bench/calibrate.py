@@ -9,7 +9,7 @@ import typer
 from equipoise import launch
 from equipoise.bench.group import bench
 from equipoise.exit_codes import exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, option_names
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, check_out, option_names
 from equipoise.train.load import load_config, split_recipe
 
 
@@ -41,6 +41,7 @@ def calibrate(
         count, world_size = launch.choose_worker_count(nproc_per_node)
         config = load_config(TrainConfig, recipe, overrides, options=option_names(context))
         config = check_study(config, world_size)
+        check_out(out, "calibration.json")
         arguments = ["bench", "calibrate", *context.args, "--nproc-per-node", str(count)]
         arguments += ["--rounds", str(rounds), "--out", str(out)]
         launch.start(count, arguments, functools.partial(run_calibration, config, rounds, out))

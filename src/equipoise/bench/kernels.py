@@ -8,6 +8,7 @@ import typer
 from equipoise.bench.group import bench
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
+from equipoise.options import check_out
 
 
 @bench.command(
@@ -40,6 +41,8 @@ def kernels(
     ] = None,
 ) -> None:
     with exit_codes():
+        if out is not None:
+            check_out(out, "kernels.json")
         import torch
 
         from equipoise.kernels.tuning import KERNELS

@@ -7,6 +7,7 @@ import typer
 
 from equipoise.bench.group import bench
 from equipoise.exit_codes import exit_codes
+from equipoise.options import check_out
 
 
 @bench.command(
@@ -34,6 +35,8 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Results file of the times on a GPU.")] = None,
 ) -> None:
     with exit_codes():
+        if out is not None:
+            check_out(out, "plan.json")
         import torch
 
         from equipoise.accelerator import get_accelerator

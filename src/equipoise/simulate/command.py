@@ -1,6 +1,5 @@
 """What `equipoise simulate` does with its options. The options are in `cli.py`."""
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,18 +136,6 @@ def _explain(hardware: Hardware) -> str:
         "and after. copies: replicas of a layer. remote: rows that leave their rank. *: fastest.\n"
         f"Rates: {hardware.source}. docs/simulator.md has the model, and its error against measured runs."
     )
-
-
-def check_out(path: Path) -> None:
-    """Makes the folder of a results file; a path that cannot be one is refused before anything is computed."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: {path.parent} cannot be made: {error.strerror or error}") from error
-    if path.is_dir():
-        raise ConfigError(f"--out {path}: this is a folder; give the name of a file, such as {path / 'simulated.json'}")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--out {path}: no permission to write into {path.parent}; choose another place")
 
 
 def write_json(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
