@@ -16,9 +16,17 @@ from equipoise.bench.advice import slots_for
 from equipoise.moe.synthetic import Workload
 
 BAD = {
-    "a mode": ("--modes off,onn", "no planner 'onn'"),
+    "a mode": (
+        "--modes off,onn",
+        "--modes: there is no mode or planner 'onn': choose off, on, forced, a planner (exact_load, none, ",
+    ),
+    "a planner's file": ("--modes off,mine.py:plan", "planner 'mine.py:plan': there is no file"),
     "no modes": ("--modes ,", "--modes is empty"),
-    "a workload": ("--workloads hot", "no workload 'hot'"),
+    "a workload": (
+        "--workloads natural,hotrank",
+        "--workloads: there is no workload 'hotrank': choose some of natural, balanced, hot_experts, ",
+    ),
+    "all and more": ("--workloads all,natural", "burst, or `all` alone"),
     "an imbalance": ("--workloads hot_rank --imbalance 2.5", "can have 1 to 2"),
     "an imbalance of no workload": (
         "--imbalance 99",

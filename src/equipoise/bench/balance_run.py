@@ -78,6 +78,7 @@ class Study:
         """
         from equipoise.balance import planner_maker
 
+        self._check_names()
         axes = plan_run(config.model_copy(update={"synthetic_routing": None}), world_size).axes
         balance = config.balance or BalanceConfig()
         if isinstance(self.slots, int):
@@ -99,6 +100,22 @@ class Study:
             if name != NATURAL:
                 self.workload(name, config, axes.ep)
         return config
+
+    def _check_names(self) -> None:
+        from equipoise.balance.registry import PLANNERS
+
+        for mode in self.modes:
+            if mode not in (OFF, ON, FORCED, *PLANNERS) and ".py:" not in mode:
+                raise ConfigError(
+                    f"--modes: there is no mode or planner {mode!r}: choose {OFF}, {ON}, {FORCED}, a planner "
+                    f"({', '.join(PLANNERS)}), or your own as my_file.py:function"
+                )
+        for name in self.all_workloads:
+            if name not in (NATURAL, *WORKLOADS):
+                raise ConfigError(
+                    f"--workloads: there is no workload {name!r}: choose some of {NATURAL}, {', '.join(WORKLOADS)}, or "
+                    "`all` alone"
+                )
 
     @property
     def all_workloads(self) -> tuple[str, ...]:
