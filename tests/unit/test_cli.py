@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -315,6 +316,35 @@ def test_python_m_equipoise_is_the_command() -> None:
     )
     assert done.returncode == 2
     assert "Usage: equipoise" in done.stderr
+
+
+def test_ctrl_c_ends_doctor_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "collect", interrupt)
+    result = invoke("doctor")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_ctrl_c_while_the_program_is_imported_ends_it_with_130(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    source = Path(equipoise.__file__).parents[1]
+    script = tomllib.loads((source.parent / "pyproject.toml").read_text())["project"]["scripts"]["equipoise"]
+    module, _, function = script.partition(":")
+    for program in (
+        ["-m", "equipoise"],
+        ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *program, "doctor"],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(source)])},
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("size", ["abc", "0", "-1", "1.5"])
