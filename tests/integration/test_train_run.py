@@ -50,7 +50,7 @@ def test_a_run_folder_holds_settings_versions_command_metrics_and_checkpoints(ba
     assert not list(base.run.rglob("*.tmp"))
     for shown in ("step 30/30", "training finished", "run folder: base", "checkpoint: base/checkpoints/step-00000030"):
         assert shown in base.output
-    for told in ("ep 2 x efsdp 1", "6 experts, top 2", "expert kernel: loop"):
+    for told in ("ep 2 x efsdp 1", "6 experts, top 2", "expert kernel: loop", "balancing: off (--balance turns it on)"):
         assert told in base.output
 
 

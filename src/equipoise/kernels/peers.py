@@ -192,7 +192,7 @@ class _Experts(NamedTuple):
 
 class _Moves(NamedTuple):
     """How a transfer moves memory: programs, elements at a time, warps, blocks on their way at a time, and whether
-    descriptors load them: with those, half as many programs keep the links busy."""
+    descriptors load them: these take no registers for what is on its way, so fewer programs do."""
 
     programs: int
     block: int

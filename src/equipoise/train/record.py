@@ -64,12 +64,11 @@ class StepRecorder:
         ]
 
     def _balancing(self) -> str:
-        balance, axes = self.config.balance, self.plan.axes
+        balance = self.config.balance
         if balance is None:
-            return "off" if axes.ep == 1 else "off (--balance turns it on)"
+            return "off" if self.plan.axes.ep == 1 else "off (--balance turns it on)"
         slots = balance.num_redundant_experts_per_rank
-        alone = ", which has nothing to even out on one rank of an EP group" if axes.ep == 1 else ""
-        return f"{balance.planner}, {slots} replica slot{'s' * (slots > 1)} on each rank{alone}"
+        return f"{balance.planner}, {slots} replica slot{'s' * (slots > 1)} on each rank"
 
     def record(self, result: StepResult, lr: float, times: dict[str, float]) -> dict[str, Any]:
         """Fields of one step; `times` of `StepTimes.seconds`."""
