@@ -132,7 +132,7 @@ def push_weights(
     slots_P: torch.Tensor,
     num_masters: int,
     programs: int = 0,
-    part: range | None = None,
+    slots: range | None = None,
 ) -> None:
     """Copies masters of this rank into the slots that host them, everywhere. When it has run, this rank's slots are
     complete.
@@ -142,7 +142,7 @@ def push_weights(
         masters: one tensor [M, ...] (`stacked`) or M tensors, each expert's elements in order.
         slots_P: addresses of every rank's slots [R, ...], of the masters' dtype.
         programs: multiprocessors that this takes at most; 0: few that still move about what the links carry.
-        part: only these slots of each rank.
+        slots: only these of each rank.
     """
     experts = _Experts.of(masters, stacked)
     words = experts.words
@@ -150,7 +150,7 @@ def push_weights(
     if moves.described:
         words = Words("int32", 4, True)
     dtype, num_bytes = words.dtype, words.num_bytes
-    _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, dtype, num_bytes, False, moves, part)
+    _transfer(signals, channel, slot_expert, experts, slots_P, num_masters, dtype, num_bytes, False, moves, slots)
 
 
 def pull_gradients(
@@ -239,7 +239,7 @@ def _transfer(
     item_bytes: int,
     is_pull: bool,
     moves: _Moves,
-    part: range | None = None,
+    slots: range | None = None,
 ) -> None:
     """`dtype`, `item_bytes`: of a master's elements, or of the words that are copied."""
     import triton.language as tl
@@ -247,7 +247,7 @@ def _transfer(
     from equipoise.kernels.transfer_triton import transfer_kernel
 
     S = slot_expert.numel()
-    part = range(S // signals.num_ranks) if part is None else part  # an empty one is no slot
+    slots = range(S // signals.num_ranks) if slots is None else slots  # an empty one is no slot
     num_steps, step = _steps(experts.num_bytes // item_bytes)
     arguments = (
         signals.control,
@@ -260,8 +260,8 @@ def _transfer(
         slots_P,
         experts.num_bytes,
         num_steps,
-        part.start,
-        part.stop,
+        slots.start,
+        slots.stop,
         _anywhere(signals.control, moves.block, torch.float32 if is_pull else torch.int32) if moves.described else None,
         _anywhere(signals.control, moves.block, getattr(torch, dtype)) if moves.described and is_pull else None,
     )

@@ -115,12 +115,12 @@ def transfer_kernel(
     number_S = tl.cumsum(is_mine_S.to(tl.int32), 0)
     num_elements = num_steps * STEP  # known to divide by STEP, so that masks do not split vectors
     slot_bytes = num_elements.to(tl.int64) * SLOT_ITEM_BYTES
-    num_parts = tl.cdiv(num_elements, BLOCK)
+    num_blocks = tl.cdiv(num_elements, BLOCK)
     base = control_ptr.to(tl.int64)
     ROWS: tl.constexpr = BLOCK // COLUMNS
     in_block_RC = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     zero = tl.zeros([], tl.int64)  # makes tensors of loop variables, which the interpreter has as integers
-    dealt = pid * 0  # parts so far, which programs get in turn
+    dealt = pid * 0  # blocks so far, which programs get in turn
     num_tasks = M if IS_PULL else tl.sum(is_mine_S.to(tl.int32), 0)
     for task in range(0, num_tasks):
         if IS_PULL:
@@ -138,18 +138,18 @@ def transfer_kernel(
             if ALIGNED:
                 master = tl.multiple_of(master, 16)
             begin = (pid - dealt % num_programs + num_programs) % num_programs
-            dealt += num_parts
+            dealt += num_blocks
             if not IS_PULL:  # noqa: SIM102 - known when it is compiled
                 if task == 0:
                     wait_for_peers(control_ptr, pads_ptr, channel, rank, run, False, P, P_PAD)
             if count == 1 or not IS_PULL:
                 source, target = (slot, master) if IS_PULL else (master, slot)
-                for part in tl.range(begin, num_parts, num_programs, num_stages=STAGES):
-                    at_RC = (zero + part) * BLOCK + in_block_RC
+                for block in tl.range(begin, num_blocks, num_programs, num_stages=STAGES):
+                    at_RC = (zero + block) * BLOCK + in_block_RC
                     if DESC:
-                        moved_RC = load_anywhere(sources, base, source + (zero + part) * BLOCK, ROWS)
+                        moved_RC = load_anywhere(sources, base, source + (zero + block) * BLOCK, ROWS)
                         if IS_PULL:
-                            moved_RC += load_anywhere(gradients, base, target + (zero + part) * BLOCK, ROWS).to(
+                            moved_RC += load_anywhere(gradients, base, target + (zero + block) * BLOCK, ROWS).to(
                                 tl.float32
                             )
                         tl.store(target + at_RC, moved_RC.to(DTYPE))
@@ -159,8 +159,8 @@ def transfer_kernel(
                             moved_RC += tl.load(target + at_RC, mask=at_RC < num_elements).to(tl.float32)
                         tl.store(target + at_RC, moved_RC.to(DTYPE), mask=at_RC < num_elements)
             else:
-                for part in range(begin, num_parts, num_programs):
-                    at_RC = (zero + part) * BLOCK + in_block_RC
+                for block in range(begin, num_blocks, num_programs):
+                    at_RC = (zero + block) * BLOCK + in_block_RC
                     total_RC = tl.load(master + at_RC, mask=at_RC < num_elements).to(tl.float32)
                     for number in range(0, count):
                         its_S = is_its_S & (number_of_its_S == number + 1)

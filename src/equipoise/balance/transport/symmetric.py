@@ -125,7 +125,7 @@ class SymmetricTransport:
         tensors = [tensor.contiguous() for tensor in tensors]
         slots_P = self.buffers.pointers_P("weights", name)
         launches = [
-            partial(push_weights, self.space.signals, channel, part=part)
+            partial(push_weights, self.space.signals, channel, slots=part)
             for channel, part in zip(self._push[name], self._parts)
         ]
         return self._start(launches, copies, tensors, stacked, slots_P, self.push_programs, what)
