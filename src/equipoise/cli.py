@@ -24,7 +24,7 @@ from equipoise.bench.group import bench
 from equipoise.convert import convert
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.exit_codes import EXIT_FAILED, exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, check_out, option_names
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, check_out, option_names
 from equipoise.serve_command import serve
 from equipoise.trace.command import HELP as TRACE_HELP
 from equipoise.trace.command import trace_model
@@ -358,6 +358,7 @@ def simulate(
     ] = None,
     steps: Annotated[str, typer.Option(show_default="all", help="First and last step of the trace, as 100,200.")] = "",
     out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
+    replace: Replace = False,
 ) -> None:
     with exit_codes():
         from equipoise.simulate import command
@@ -367,7 +368,7 @@ def simulate(
         if first_last is not None and len(first_last) != 2:
             raise ConfigError(f"--steps is {steps!r}: expected the first and the last step, such as 100,200")
         if out is not None:
-            check_out(out, "simulated.json")
+            check_out(out, "simulated.json", replace)
         rows, about = command.run(
             trace,
             workload,

@@ -21,11 +21,12 @@ def option_names(context: typer.Context) -> list[str]:
     return [name for p in shown for name in (*p.opts, *p.secondary_opts) if name.startswith("--")]
 
 
-def check_out(path: Path, example: str) -> None:
+def check_out(path: Path, example: str, replace: bool) -> None:
     """Makes the folder of a results file, before anything is computed or measured for it.
 
     Raises:
-        ConfigError: no file can be written there; one that is a folder names the file `example` in it instead.
+        ConfigError: no file can be written there; one is there and `replace` is not set; or `path` is a folder, where
+            the message names the file `example` in it instead.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,6 +34,8 @@ def check_out(path: Path, example: str) -> None:
         raise ConfigError(f"--out {path}: {path.parent} cannot be made: {error.strerror or error}") from error
     if path.is_dir():
         raise ConfigError(f"--out {path}: this is a folder; give the name of a file, such as {path / example}")
+    if path.exists() and not replace:
+        raise ConfigError(f"--out {path}: this is there already; choose another name, or give --replace as well")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -42,6 +45,16 @@ def check_out(path: Path, example: str) -> None:
         ) from error
 
 
+def free_name(path: Path) -> Path:
+    """The first of NAME.json, NAME-2.json, ... that is not there."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_stem(f"{path.stem}-{number}")
+    return found
+
+
+Replace = Annotated[bool, typer.Option("--replace", help="Write over the file of --out if it is there.")]
 NprocPerNode = Annotated[
     int | None,
     typer.Option(min=1, show_default="one per accelerator device; 1 on CPU", help="Worker processes to start here."),

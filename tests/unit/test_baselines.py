@@ -162,16 +162,46 @@ def test_a_planner_that_loses_tokens_fails_the_study(mine: Path) -> None:
 
 
 def test_bench_plan_measures_a_planner_from_a_file(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.bench.results.results_folder", lambda: mine.parent)
     monkeypatch.setattr("equipoise.balance.quality.SIZES", (Size(8, 32, 4),))
+    out = mine.with_name("found.json")
     command = ["plan", "--quality", "--seed", "4", "--loads", "15", "--small-loads", "6", "--planner", f"{mine}:home"]
-    result = CliRunner().invoke(bench, command)
+    result = CliRunner().invoke(bench, [*command, "--out", str(out)])
     assert result.exit_code == 0, result.output
-    content = json.loads((mine.parent / "planner-home.json").read_text())
+    content = json.loads(out.read_text())
     assert content["summary"]["r1_8x32_p90"] > 1.2
     assert content["summary"]["milp_gap_max"] > 1.2
     assert content["summary"]["copies_ratio"] == 0
     assert content["summary"]["seed"] == 4
+
+
+def test_bench_plan_writes_what_it_measured_where_it_is_told_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equipoise.balance.quality.SIZES", ())
+    monkeypatch.setattr("equipoise.bench.results.results_folder", lambda: tmp_path / "results")
+    monkeypatch.setenv("EQUIPOISE_ACCELERATOR", "cpu")
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "made" / "times.json"
+    for options, code in (
+        ([], 0),
+        (["--out", str(out)], 0),
+        (["--out", str(out)], 2),  # not twice
+        (["--out", str(out), "--replace", "--planner", "none"], 0),
+    ):
+        result = CliRunner().invoke(bench, ["plan", *options])
+        assert result.exit_code == code, result.output
+        assert ("is there already; choose another name, or give --replace" in result.output) == (code == 2)
+        assert ("median" in result.output) == (code == 0)
+        if code == 0 and options:
+            assert f"written to {out}" in result.output
+        else:
+            assert "written" not in result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["planner"], row["size"], row["slots"]) for row in rows] == [
+        ("none", size, slots) for size in ("2x16", "4x32") for slots in (1, 2)
+    ]
+    assert all(0 < row["median_ms"] <= row["p90_ms"] <= row["max_ms"] for row in rows)
+    assert [path.name for path in tmp_path.rglob("*")] == ["made", "times.json"]
 
 
 @pytest.mark.parametrize(

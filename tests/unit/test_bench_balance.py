@@ -73,6 +73,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     (folder / "file").touch()
     for name in ("locked", "open"):
         (folder / name).mkdir()
+    (folder / "old.json").write_text("mine")
 
     def make_file(dir: Path) -> Any:  # permissions would not stop root
         if dir.name == "locked":
@@ -87,11 +88,27 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
             "--out locked/x.json: no file can be written into locked: Permission denied; choose another place",
         ),
         ("open", "--out open: this is a folder; give the name of a file, such as open/"),
+        ("old.json", "--out old.json: this is there already; choose another name, or give --replace as well"),
     ):
         result = CliRunner().invoke(cli.main, ["bench", *command.split(), "--out", out])
         assert result.exit_code == 2, result.output
         assert text in result.stderr
-    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == ["file", "locked", "open"]
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == ["file", "locked", "old.json", "open"]
+    assert (folder / "old.json").read_text() == "mine"
+
+
+def test_results_without_a_name_take_a_free_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(cli.launch, "start", lambda count, arguments, run: started.append(list(arguments)))
+    for name in ("balance.json", "balance-2.json", "balance-2.json"):
+        result = CliRunner().invoke(cli.main, ["bench", "balance", "demo", "--nproc-per-node", "2"])
+        assert result.exit_code == 0, result.output
+        assert started[-1][started[-1].index("--out") + 1] == name
+        (folder / "balance.json").touch()
+    options = ["--out", "balance.json", "--replace"]
+    result = CliRunner().invoke(cli.main, ["bench", "balance", "demo", "--nproc-per-node", "2", *options])
+    assert result.exit_code == 0, result.output
+    assert "--replace" in started[-1], "workers are told"
 
 
 def test_a_folder_that_is_no_run_is_refused(folder: Path) -> None:

@@ -336,3 +336,6 @@ def test_the_command_prints_a_table_a_plot_and_writes_rows(tmp_path: Path) -> No
     content = json.loads(out.read_text())
     assert [row["planner"] for row in content["rows"]] == ["off", "exact_load", "forced"]
     assert content["hardware"]["name"] == "h200"
+    refused = CliRunner().invoke(main, ["simulate", *options])
+    assert refused.exit_code == 2
+    assert "is there already; choose another name, or give --replace" in refused.output

@@ -11,7 +11,7 @@ from equipoise import launch
 from equipoise.bench.group import bench
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, check_out, option_names
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, check_out, free_name, option_names
 from equipoise.train.load import load_config, split_recipe
 
 if TYPE_CHECKING:
@@ -56,8 +56,12 @@ def balance(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the modes take turns.")] = 2,
     out: Annotated[
         Path | None,
-        typer.Option(show_default="balance.json in the run folder or here", help="Results file; replaced if there."),
+        typer.Option(
+            show_default="balance.json, or balance-2.json, ..., in the run folder or here",
+            help="Results file to write.",
+        ),
     ] = None,
+    replace: Replace = False,
 ) -> None:
     with exit_codes():
         from equipoise.bench.balance_run import Study, run_study
@@ -77,11 +81,12 @@ def balance(
             steps=steps,
             rounds=rounds,
             run_dir=run_dir,
-            out=out or (run_dir or Path()) / "balance.json",
+            out=out or free_name((run_dir or Path()) / "balance.json"),
         )
         config = study.prepare(config, world_size)
-        check_out(study.out, "balance.json")
+        check_out(study.out, "balance.json", replace)
         arguments = ["bench", "balance", *context.args, "--nproc-per-node", str(count), *_options(study)]
+        arguments += ["--replace"] if replace else []
         launch.start(count, arguments, functools.partial(run_study, study, config))
 
 

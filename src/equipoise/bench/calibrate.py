@@ -9,7 +9,7 @@ import typer
 from equipoise import launch
 from equipoise.bench.group import bench
 from equipoise.exit_codes import exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, check_out, option_names
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, check_out, option_names
 from equipoise.train.load import load_config, split_recipe
 
 
@@ -29,9 +29,10 @@ from equipoise.train.load import load_config, split_recipe
 )
 def calibrate(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="Calibration file; replaced if there.")],
+    out: Annotated[Path, typer.Option(help="Calibration file to write.")],
     nproc_per_node: NprocPerNode = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the loads take turns.")] = 3,
+    replace: Replace = False,
 ) -> None:
     with exit_codes():
         from equipoise.bench.calibrate_run import check_study, run_calibration
@@ -41,7 +42,7 @@ def calibrate(
         count, world_size = launch.choose_worker_count(nproc_per_node)
         config = load_config(TrainConfig, recipe, overrides, options=option_names(context))
         config = check_study(config, world_size)
-        check_out(out, "calibration.json")
+        check_out(out, "calibration.json", replace)
         arguments = ["bench", "calibrate", *context.args, "--nproc-per-node", str(count)]
-        arguments += ["--rounds", str(rounds), "--out", str(out)]
+        arguments += ["--rounds", str(rounds), "--out", str(out), *(["--replace"] if replace else [])]
         launch.start(count, arguments, functools.partial(run_calibration, config, rounds, out))

@@ -8,7 +8,7 @@ import typer
 from equipoise.bench.group import bench
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
-from equipoise.options import check_out
+from equipoise.options import Replace, check_out
 
 
 @bench.command(
@@ -18,10 +18,10 @@ from equipoise.options import check_out
         "beforehand, at the shapes of Qwen3-30B-A3B, Qwen3-235B-A22B, DeepSeek-V3 and others, balanced and Zipf loads, "
         "128 to 16 k tokens per expert; SwiGLU experts forward and backward against the unfused form; activations "
         "saved; permuting, combining and the router. Rates also as a share of the dense product's in the same run. "
-        "Writes kernels-DEVICE.json.\n\n"
+        "Prints them, and writes them where --out says.\n\n"
         "With --tune: measure tile sizes first and write the best into the table that the kernels read.\n\n"
         "\b\nExamples:\n"
-        "  equipoise bench kernels\n"
+        "  equipoise bench kernels --out kernels.json\n"
         "  equipoise bench kernels --quick\n"
         "  equipoise bench kernels --tune\n"
         "  equipoise bench kernels --tune --kernels wgrad"
@@ -29,20 +29,18 @@ from equipoise.options import check_out
     short_help="Measure the GPU kernels.",
 )
 def kernels(
-    quick: Annotated[bool, typer.Option("--quick", help="A few shapes; writes kernels-DEVICE-quick.json.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few shapes.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Extend the table of tile sizes.")] = False,
     only: Annotated[
         str,
         typer.Option("--kernels", help="With --tune: these alone, separated by commas (forward, dgrad, wgrad, ...)."),
     ] = "",
-    out: Annotated[
-        Path | None,
-        typer.Option(show_default="benchmarks/results/kernels-DEVICE.json", help="Results file; replaced if there."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Results file to write.")] = None,
+    replace: Replace = False,
 ) -> None:
     with exit_codes():
         if out is not None:
-            check_out(out, "kernels.json")
+            check_out(out, "kernels.json", replace)
         import torch
 
         from equipoise.kernels.tuning import KERNELS
@@ -54,7 +52,7 @@ def kernels(
         from equipoise.bench import expert_kernels
         from equipoise.bench.kernel_timing import gpu
         from equipoise.bench.reroute_speed import permute_rows, router_rows
-        from equipoise.bench.results import device_word, results_folder, write_results
+        from equipoise.bench.results import write_results
         from equipoise.kernels.triton_support import triton_problem
 
         if not gpu().is_available():
@@ -71,13 +69,8 @@ def kernels(
         rows, summary = expert_kernels.study(shapes, say=typer.echo)
         device = torch.device("cuda")
         rows += permute_rows(device) + router_rows(device)
-        path = write_results(
-            out or results_folder() / f"kernels-{device_word(name)}{'-quick' if quick else ''}.json",
-            rows,
-            summary,
-            ["torch", "triton"],
-            {"accelerator": name},
-        )
         for key, value in summary.items():
             typer.echo(f"{key:26} {value:.3f}" if isinstance(value, float) else f"{key:26} {value}")
-        typer.echo(f"written to {path}")
+        if out is not None:
+            write_results(out, rows, summary, ["torch", "triton"], {"accelerator": name})
+            typer.echo(f"written to {out}")

@@ -83,7 +83,7 @@ def write_results(
         "summary": dict(summary),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
+    partial = path.with_name(path.name + ".tmp")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(partial, path)
     return path
