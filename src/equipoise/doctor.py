@@ -7,9 +7,11 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,8 @@ from equipoise.errors import EquipoiseError
 from equipoise.launch import core_count
 from equipoise.train.resolved import installed_version
 
-_REQUIRED = ("torch", "triton", "pydantic", "typer", "rich", "tokenizers", "pyarrow", "safetensors", "numpy")
-_OPTIONAL = {
-    "tensorboard": "metrics in TensorBoard",
-    "wandb": "metrics in Weights & Biases",
-    "transformers": "the parity tests",
-    "huggingface_hub": "data sets and tokenizers by hub id",
-}
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?P<extras>\[[^]]*\])?(?P<needs>[^;]*)")
+_EXTRA = re.compile(r"\bextra\s*==\s*['\"]([^'\"]+)['\"]")
 _LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "EQUIPOISE_ACCELERATOR"),
@@ -40,10 +37,7 @@ def collect() -> Report:
     problems: dict[str, list[str]] = {}  # error text: the findings that it spoilt
     findings: dict[str, Callable[[], Any]] = {
         "system": _system,
-        "packages": lambda: {name: installed_version(name) for name in _REQUIRED},
-        "optional": lambda: {
-            name: {"version": installed_version(name), "for": purpose} for name, purpose in _OPTIONAL.items()
-        },
+        "packages": _packages_of_metadata,
         "accelerator": _selection,
         "devices": _devices,
         "communication": _communication,
@@ -73,6 +67,30 @@ def _system() -> Report:
         "folder": str(Path.cwd()),
         "disk_free": shutil.disk_usage(Path.cwd()).free,
     }
+
+
+def _packages_of_metadata() -> Report | None:
+    """None where the package was put on Python's path and not installed: that is fine, and has no list."""
+    try:
+        return _packages(requires("equipoise") or [])
+    except PackageNotFoundError:
+        return None
+
+
+def _packages(requirements: Sequence[str]) -> Report:
+    """What the installed package asks for, by extra ("" for none): packages with their versions (None: not there) and
+    what is needed, and other extras that it takes in. The requirements are as in `importlib.metadata.requires`."""
+    found: Report = {"": {"packages": {}, "takes_in": []}}
+    for text in requirements:
+        match, extra = _REQUIREMENT.match(text), _EXTRA.search(text)
+        assert match is not None, text
+        part = found.setdefault(extra[1] if extra else "", {"packages": {}, "takes_in": []})
+        name = match["name"]
+        if name == "equipoise":
+            part["takes_in"] += re.findall(r"[\w.-]+", match["extras"] or "")
+        else:
+            part["packages"][name] = {"version": installed_version(name), "needs": match["needs"].strip()}
+    return found
 
 
 def _selection() -> Any:
@@ -166,14 +184,9 @@ def _pages(report: Report) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         f"equipoise {report['equipoise']}",
         [(name, _size(v) if name in ("memory", "disk_free") else str(v)) for name, v in system.items()],
     )
-    yield "Packages", [(name, v or "not installed") for name, v in (report["packages"] or {}).items()]
-    yield (
-        "Optional packages",
-        [
-            (name, item["version"] or f"not installed (for {item['for']})")
-            for name, item in (report["optional"] or {}).items()
-        ],
-    )
+    unknown = [("not known", "equipoise is not installed, only importable: its list of packages comes with it")]
+    packages = report["packages"] or {}
+    yield "Packages", [(extra or "always", _package_words(extra, p)) for extra, p in packages.items()] or unknown
     yield "Accelerator", list(_selection_rows(report["accelerator"]))
     yield "Devices", [(f"{d['index']}  {d['name']}", _memory(d["memory"])) for d in report["devices"] or []]
     if (communication := report["communication"]) is not None:
@@ -193,6 +206,17 @@ def _pages(report: Report) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield "Launcher variables", list((report["launcher"] or {}).items()) or [("none", "")]
     if report["problems"]:
         yield "Problems", [("!", text) for text in report["problems"]]
+
+
+def _package_words(extra: str, part: Report) -> str:
+    packages = part["packages"]
+    there = [f"{name} {item['version']}" for name, item in packages.items() if item["version"]]
+    missing = [f"{name}{item['needs']}" for name, item in packages.items() if not item["version"]]
+    words = [*there, *(f"all of {name}" for name in part["takes_in"])]
+    if missing:
+        command = f"pip install 'equipoise[{extra}]'" if extra else "pip install equipoise"
+        words.append(f"not installed: {', '.join(missing)} ({command})")
+    return ", ".join(words)
 
 
 def _selection_rows(selection: Any) -> Iterator[tuple[str, str]]:

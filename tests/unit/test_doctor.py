@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from importlib.metadata import PackageNotFoundError, metadata, version
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,10 +67,48 @@ def test_the_report_is_json_with_every_part(fake: list[int]) -> None:
     assert report["kernels"][0]["choice"]["name"] == "loop"
     assert report["system"]["cores"] >= 1
     assert report["system"]["disk_free"] > 0
-    assert report["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    assert set(report["optional"]) == {
-        *("tensorboard", "wandb", "transformers", "huggingface_hub"),
+    torch_version = report["packages"][""]["packages"]["torch"]["version"]
+    assert torch_version.partition("+")[0] == torch.__version__.partition("+")[0]
+
+
+def test_every_extra_is_listed(fake: list[int]) -> None:
+    extras = metadata("equipoise").get_all("Provides-Extra")
+    assert extras
+    found = doctor.collect()["packages"]
+    assert found.keys() == {"", *extras}
+    assert all(found[extra]["packages"] for extra in extras)
+
+
+def test_packages_are_told_by_extra_with_what_is_missing() -> None:
+    requirements = [
+        "torch>=2.11",
+        'no-such-package>=3,<4; sys_platform == "linux"',
+        "pydantic[email] >=2.10 ; extra == 'train'",
+        'equipoise[train,view]; extra == "all"',
+        'no.such_plotter; (python_version >= "3.11") and extra == "all"',
+    ]
+    found = doctor._packages(requirements)
+    assert found["train"] == {"packages": {"pydantic": {"version": version("pydantic"), "needs": ">=2.10"}}} | {
+        "takes_in": []
     }
+    words = [doctor._package_words(extra, part) for extra, part in found.items()]
+    assert words == [
+        f"torch {version('torch')}, not installed: no-such-package>=3,<4 (pip install equipoise)",
+        f"pydantic {version('pydantic')}",
+        "all of train, all of view, not installed: no.such_plotter (pip install 'equipoise[all]')",
+    ]
+
+
+def test_without_an_installed_package_only_the_list_is_missing(
+    fake: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "requires", missing)
+    report = doctor.collect()
+    assert (report["packages"], report["problems"]) == (None, [])
+    assert "not installed, only importable" in doctor.to_words(report)
 
 
 def test_the_words_say_what_was_found_and_why(fake: list[int]) -> None:
