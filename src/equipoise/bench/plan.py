@@ -1,6 +1,5 @@
 """`equipoise bench plan`: how well a planner balances, and how long a plan takes."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ from equipoise.bench.group import bench
 from equipoise.exit_codes import exit_codes
 from equipoise.options import Replace, check_out
 
-Found = tuple[list[dict[str, Any]], Mapping[str, Any]]
+Found = tuple[list[dict[str, Any]], dict[str, Any]]
 """Rows and summary of a results file."""
 
 
@@ -97,4 +96,4 @@ def _device_speed(seed: int) -> Found:
     accelerator = get_accelerator()
     rows, summary = study_speed(accelerator, seed, say=typer.echo)
     more_rows, more_summary = reroute_rows(accelerator.device())
-    return rows + more_rows, summary | more_summary
+    return rows + more_rows, {**summary, **more_summary}
