@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from equipoise.data.config import DataConfig
-from equipoise.data.hub import dataset_files, is_hub_id
+from equipoise.data.hub import dataset_files, is_hub_id, unreachable_reason
 from equipoise.data.sources import SourceReport, read_documents
 from equipoise.errors import DataError
 
@@ -228,6 +230,12 @@ def test_max_documents_stops_reading(tmp_path: Path) -> None:
     assert read(tmp_path / "a.jsonl", max_documents=2) == ["x", "y"]
 
 
+@pytest.fixture(autouse=True)
+def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here asks the network."""
+    monkeypatch.setattr("equipoise.data.hub.unreachable_reason", lambda: None)
+
+
 class FakeHub(types.ModuleType):
     """Stands in for `huggingface_hub`: a repository's files by revision, in a local folder."""
 
@@ -301,6 +309,41 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp
         read("hf://owner/name")
 
 
+def test_without_a_network_a_dataset_is_refused_before_the_client_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", FakeHub(Path(), {}))  # a call would be a KeyError
+    monkeypatch.setattr("equipoise.data.hub.unreachable_reason", lambda: "HF_HUB_OFFLINE is set")
+    with pytest.raises(DataError, match=r"'hf://owner/name': HF_HUB_OFFLINE is set\. .*download the files"):
+        read("hf://owner/name")
+
+
+def test_a_hub_that_does_not_answer_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ended = [], threading.Event()
+
+    def head(url: str, timeout: float) -> None:
+        asked.append(timeout)
+        ended.wait(10)  # as a name server does that is not there
+
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: types.SimpleNamespace(head=head))
+    monkeypatch.setattr("equipoise.data.hub.DEADLINE_S", 0.05)
+    find = unreachable_reason.__wrapped__  # not what was found before
+    assert re.fullmatch(r"https?://\S+ did not answer within 0.05 s", find())
+    ended.set()
+    assert asked == [0.05]
+
+    def refuse(url: str, timeout: float) -> None:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("equipoise.data.hub.DEADLINE_S", 10.0)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: types.SimpleNamespace(head=refuse))
+    assert find().endswith("cannot be reached (Name or service not known)")
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: types.SimpleNamespace(head=lambda *a, **k: 503))
+    assert find() is None
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert find() == "HF_HUB_OFFLINE is set"
+
+
 def test_a_hub_dataset_without_the_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DataError, match=r"pip install 'equipoise\[hub\]'"):
@@ -311,10 +354,12 @@ def test_a_hub_dataset_without_the_package_says_how_to_get_it(monkeypatch: pytes
     ("text", "expected"),
     [
         ("owner/name", True),
-        ("gpt2", True),
+        ("gpt2", False),
+        ("nothere", False),
         ("Qwen/Qwen3-0.6B", True),
         ("/abs/path", False),
         ("./rel", False),
+        ("../owner/name", False),
         ("~/x", False),
         ("a/b/c", False),
         ("tokenizer.json", False),

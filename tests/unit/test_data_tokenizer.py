@@ -106,15 +106,17 @@ def test_the_byte_tokenizer_has_its_own_end_token() -> None:
         load_tokenizer("bytes", eos_token="</s>")
 
 
-def test_a_name_that_is_nearly_bytes_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_a_hub_id_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("equipoise.data.tokenizer.tokenizer_folder", lambda spec: pytest.fail(f"asked for {spec}"))
+    for spec in ("nothere", "gpt2", "./no/where", "/no/where", "../no/where", "~/no/where"):
+        with pytest.raises(DataError, match=f"'{spec}' does not exist; .*hub id with its owner"):
+            load_tokenizer(spec)
     for spec in ("bits", "byte", "byts"):
         with pytest.raises(DataError, match=f"data.tokenizer '{spec}' does not exist; did you mean 'bytes'"):
             load_tokenizer(spec)
     monkeypatch.setattr("equipoise.data.tokenizer.tokenizer_folder", lambda spec: Path("/nowhere"))
-    for spec in ("gpt2", "google/byt5-small"):  # these are asked for
-        with pytest.raises(DataError, match="not"):
-            load_tokenizer(spec)
+    with pytest.raises(DataError, match=r"cannot read|nowhere"):  # this is asked for
+        load_tokenizer("google/byt5-small")
 
 
 def test_what_is_no_tokenizer_is_refused_with_its_path(tmp_path: Path) -> None:
@@ -139,12 +141,31 @@ def test_a_hub_id_downloads_the_tokenizer_and_what_names_its_end_token(
     hub = types.ModuleType("huggingface_hub")
     hub.hf_hub_download = download
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setattr("equipoise.data.hub.unreachable_reason", lambda: None)
     with pytest.raises(DataError, match=r"'owner/name'.*FileNotFoundError.*download the files and give"):
         load_tokenizer("owner/name")
     (tmp_path / "tokenizer.json").write_text(byte_level_file.read_text())
     assert load_tokenizer("owner/name").eos_id == 0
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     assert load_tokenizer("owner/name").eos_id == 1
+
+
+def test_without_a_network_a_copy_serves_or_its_absence_is_told(
+    monkeypatch: pytest.MonkeyPatch, byte_level_file: Path
+) -> None:
+    def download(repo_id: str, name: str, repo_type: str, revision: str | None, local_files_only: bool) -> str:
+        assert local_files_only
+        if repo_id != "owner/kept" or name != "tokenizer.json":
+            raise FileNotFoundError(name)
+        return str(byte_level_file)
+
+    hub = types.ModuleType("huggingface_hub")
+    hub.hf_hub_download = download
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setattr("equipoise.data.hub.unreachable_reason", lambda: "the hub is away")
+    assert load_tokenizer("owner/kept").eos_id == 0
+    with pytest.raises(DataError, match=r"'owner/name': the hub is away, and no copy is kept on this machine\. Check"):
+        load_tokenizer("owner/name")
 
 
 def test_a_hub_id_without_the_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

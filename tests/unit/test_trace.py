@@ -141,6 +141,21 @@ def test_models_that_cannot_be_traced_are_refused_by_name(tmp_path: Path) -> Non
         read_sequences(text(tmp_path / "b.txt"), None, str(tmp_path / "cut"), 8, 1)
 
 
+@pytest.mark.parametrize("name", ["nothere", "./nothere", "../nothere", "/no/where", "runs/a/b"])
+def test_a_model_that_cannot_be_on_the_hub_is_answered_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.data.hub.unreachable_reason", lambda: pytest.fail("asked the network"))
+    result = CliRunner().invoke(main, ["trace", name, "--data", "stdlib"])
+    assert result.exit_code == 2
+    assert f"there is no model '{name}': no such folder is here" in result.output
+
+
+def test_without_a_network_a_hub_model_is_refused_without_its_client_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.data.hub.unreachable_reason", lambda: "the hub is away")
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: pytest.fail("asked the network"))
+    with pytest.raises(DataError, match="model 'owner/nothere': the hub is away, and no copy is kept on this machine"):
+        load_model("owner/nothere", CPU)
+
+
 def test_the_command_prints_the_load_and_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from equipoise.observe.reader import open_trace
     from equipoise.simulate.loads import trace_loads

@@ -167,12 +167,12 @@ def load_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     path = Path(spec).expanduser()
     if not path.exists():
-        if "/" not in spec and difflib.get_close_matches(spec, ["bytes"]):  # before the hub is asked for long
+        if "/" not in spec and difflib.get_close_matches(spec, ["bytes"]):
             raise DataError(f"data.tokenizer {spec!r} does not exist; did you mean 'bytes'?")
         if not is_hub_id(spec):
             raise DataError(
                 f"data.tokenizer {spec!r} does not exist; give 'bytes', a tokenizer.json, a folder that "
-                "holds one, or a hub id (owner/name)"
+                "holds one, or a hub id with its owner (owner/name)"
             )
         path = tokenizer_folder(spec)
     if path.is_dir():

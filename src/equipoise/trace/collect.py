@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 
 from equipoise.data import DataConfig, load_tokenizer
 from equipoise.data.corpus import tokenize
+from equipoise.data.hub import reachable_model
 from equipoise.data.sources import SourceReport, read_documents
 from equipoise.errors import ConfigError, DataError
 
@@ -58,6 +60,7 @@ def load_model(name: str, device: torch.device) -> nn.Module:
 
     Raises:
         ConfigError: no transformers, no such model, or one that transformers cannot load.
+        DataError: a model of the hub, without a network and a copy of it.
     """
     try:
         from safetensors import SafetensorError
@@ -66,8 +69,9 @@ def load_model(name: str, device: torch.device) -> nn.Module:
         raise ConfigError(
             f"equipoise trace needs the package transformers (pip install 'equipoise[hf]'): {error}"
         ) from error
+    found = name if Path(name).exists() else reachable_model(name)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(found, dtype="auto")
     except (
         OSError,
         ValueError,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from equipoise.data.hub import is_hub_id
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
 
@@ -62,6 +63,11 @@ def trace_model(
         if out is not None and out.exists():
             raise ConfigError(
                 f"--out {out} exists; give a folder that does not, so that no trace is mixed with another"
+            )
+        if not Path(model).exists() and not is_hub_id(model):
+            raise ConfigError(
+                f"there is no model {model!r}: no such folder is here ({Path(model).absolute()}), and a model of the "
+                "hub has the form owner/name"
             )
         from equipoise.accelerator import get_accelerator
 
