@@ -141,6 +141,26 @@ def test_summary_and_verdicts() -> None:
     assert lines[2].startswith("burst: balancing does not pay here: 50% more time than off")
 
 
+def timed(mode: str, median: float, low: float, high: float) -> dict[str, Any]:
+    return {
+        "workload": "natural", "mode": mode, "step_s": median, "step_s_min": low, "step_s_max": high,
+        "of_ceiling": 1.0 / median,
+    }  # fmt: skip
+
+
+def test_a_share_over_the_ceiling_comes_with_the_spread_of_the_steps() -> None:
+    forced = timed("forced", 1.0, 0.9, 1.26)
+    assert balance_run.over_ceiling([timed("on", 1.1, 1.0, 1.2), timed("off", 0.9999, 0.5, 2), forced]) is None
+    assert balance_run.over_ceiling([timed("on", 1.1, 1.0, 1.2) | {"of_ceiling": None}]) is None
+    note = balance_run.over_ceiling([timed("off", 2.0, 0.1, 9.0), timed("on", 0.97, 0.95, 0.99), forced])
+    assert note is not None
+    assert "steps of one mode differ here by up to 40%; more --rounds and --steps" in note
+    assert "Beyond" not in note
+    note = balance_run.over_ceiling([timed("on", 0.8, 0.79, 0.81), forced])
+    assert note is not None
+    assert "Beyond that spread: natural on; even routing may send more rows to other ranks" in note
+
+
 def test_forced_is_even_but_keeps_the_workloads_tokens() -> None:
     ragged = Workload("ragged_sources", 1.5, 8, 2, 4)
     even = Workload("balanced", 1.0, 8, 2, 4)

@@ -434,6 +434,25 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def over_ceiling(rows: Sequence[dict[str, Any]]) -> str | None:
+    """Why some share of the ceiling is over 100 % in the table, from the spread of the steps' times; None: none is."""
+    forced = {row["workload"]: row for row in rows if row["mode"] == FORCED}
+    over = [row for row in rows if round(row["of_ceiling"] or 0, 3) > 1]
+    if not over:
+        return None
+    ceilings = [forced[row["workload"]] for row in over]
+    spread = max(row["step_s_max"] / row["step_s_min"] - 1 for row in (*over, *ceilings))
+    text = (
+        "A share over 100 %: the ceiling is measured too, in turns with the others, and steps of one mode differ here by "
+        f"up to {spread:.0%}; more --rounds and --steps make medians steadier."
+    )
+    apart = [row for row, ceiling in zip(over, ceilings) if row["step_s_max"] < ceiling["step_s_min"]]
+    if apart:
+        names = ", ".join(f"{row['workload']} {row['mode']}" for row in apart)
+        text += f" Beyond that spread: {names}; even routing may send more rows to other ranks (remote)."
+    return text
+
+
 def _show(study: Study, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
     balance = trainer.config.balance
     assert balance is not None
@@ -485,6 +504,9 @@ def _show(study: Study, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
         "routed, planned, delivered: largest over mean rank load, by the router's choice, as planned, and as rows "
         "arrived; remote: rows that leave their rank; copies and MiB: replicas per step and their weights, one way."
     )
+    note = over_ceiling(rows)
+    if note is not None:
+        console.print(note)
     if balance.copy_tokens:
         tokens = trainer.plan.micro_batch_size * trainer.config.train.sequence_length
         load = tokens * trainer.config.model.num_experts_per_tok
