@@ -443,8 +443,8 @@ def over_ceiling(rows: Sequence[dict[str, Any]]) -> str | None:
     ceilings = [forced[row["workload"]] for row in over]
     spread = max(row["step_s_max"] / row["step_s_min"] - 1 for row in (*over, *ceilings))
     text = (
-        "A share over 100 %: the ceiling is measured too, in turns with the others, and steps of one mode differ here by "
-        f"up to {spread:.0%}; more --rounds and --steps make medians steadier."
+        "A share over 100 %: the ceiling is measured too, in turns with the others, and steps of one mode differ here "
+        f"by up to {spread:.0%}; more --rounds and --steps make medians steadier."
     )
     apart = [row for row, ceiling in zip(over, ceilings) if row["step_s_max"] < ceiling["step_s_min"]]
     if apart:
