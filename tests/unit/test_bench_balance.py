@@ -144,7 +144,7 @@ def test_summary_and_verdicts() -> None:
 def timed(mode: str, median: float, low: float, high: float) -> dict[str, Any]:
     return {
         "workload": "natural", "mode": mode, "step_s": median, "step_s_min": low, "step_s_max": high,
-        "of_ceiling": 1.0 / median,
+        "of_ceiling": 1.0 / median, "remote_share": 0.5,
     }  # fmt: skip
 
 
@@ -155,10 +155,11 @@ def test_a_share_over_the_ceiling_comes_with_the_spread_of_the_steps() -> None:
     note = balance_run.over_ceiling([timed("off", 2.0, 0.1, 9.0), timed("on", 0.97, 0.95, 0.99), forced])
     assert note is not None
     assert "steps of one mode differ here by up to 40%; more --rounds and --steps" in note
-    assert "Beyond" not in note
-    note = balance_run.over_ceiling([timed("on", 0.8, 0.79, 0.81), forced])
-    assert note is not None
-    assert "Beyond that spread: natural on; even routing may send more rows to other ranks" in note
+    assert "beyond" not in note
+    for share, why in ((0.5, "the machine's speed changed"), (0.4, "fewer of its rows leave their rank")):
+        note = balance_run.over_ceiling([timed("on", 0.8, 0.79, 0.81) | {"remote_share": share}, forced])
+        assert note is not None
+        assert f"natural on is beyond that: {why}" in note
 
 
 def test_forced_is_even_but_keeps_the_workloads_tokens() -> None:

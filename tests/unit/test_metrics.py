@@ -78,12 +78,12 @@ def test_lines_of_a_damaged_file_that_repeat_a_step_are_dropped(tmp_path: Path) 
 
 
 def test_a_new_run_in_a_used_folder_keeps_the_old_lines_aside(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, MetricsConfig()) as writer:
-        writer.write(1, {"loss": 1.0})
-    with MetricsWriter(tmp_path, MetricsConfig()) as writer:
-        writer.write(1, {"loss": 2.0})
-    assert [record["loss"] for record in lines(tmp_path / "metrics.jsonl")] == [2.0]
-    assert [record["loss"] for record in lines(tmp_path / "metrics.previous.jsonl")] == [1.0]
+    for loss in (1.0, 2.0, 3.0, 4.0):
+        with MetricsWriter(tmp_path, MetricsConfig()) as writer:
+            writer.write(1, {"loss": loss})
+    for name, loss in (("metrics", 4.0), ("metrics.previous", 1.0), ("metrics.previous-2", 2.0)):
+        assert [record["loss"] for record in lines(tmp_path / f"{name}.jsonl")] == [loss]
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.parametrize("step", [3, 2])

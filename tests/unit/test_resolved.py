@@ -1,5 +1,6 @@
 """The run folder holds the resolved configuration, which reads back equal, and how the run was started."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -136,15 +137,33 @@ def test_a_file_in_place_of_the_run_folder_is_named(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", ["config.toml", "run.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.toml", "run.json", "metrics.jsonl", "checkpoints/checkpoint-500/x", "trace/load.parquet", "tensorboard/x"],
+)
 def test_files_that_no_run_wrote_are_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("mine")
-    with pytest.raises(ConfigError, match=rf"{name} that no run has written.*--out"), hold_run_folder(tmp_path):
-        pass
+    first = name.split("/")[0]
+    for use in (hold_run_folder(tmp_path), contextlib.nullcontext()):
+        with pytest.raises(ConfigError, match=rf"holds {first} that no run has written.*add to it; .*--out"), use:
+            check_run_folder(tmp_path, resume=True, resume_step=None)
     assert (tmp_path / name).read_text() == "mine"
-    (tmp_path / "checkpoints").mkdir()  # a run's folder, whose settings were edited or damaged: it resumes
+    save_step(tmp_path, 2)  # a run's folder, whose settings were edited or damaged: it resumes
     with hold_run_folder(tmp_path):
         pass
+
+
+def test_other_files_in_a_new_run_folder_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in "abcdefg":
+        (tmp_path / f"{name}.txt").touch()
+    (tmp_path / "checkpoints").mkdir()  # empty: nothing to lose
+    with caplog.at_level("INFO"), hold_run_folder(tmp_path):
+        assert "holds other files, which stay as they are: a.txt, b.txt, c.txt, d.txt, e.txt and 2 more" in caplog.text
+    save_resolved(ToyConfig(), tmp_path, ["first"])
+    caplog.clear()
+    with caplog.at_level("INFO"), hold_run_folder(tmp_path):
+        assert caplog.text == ""
 
 
 def test_the_folder_of_a_run_without_checkpoints_is_used_again(tmp_path: Path) -> None:

@@ -178,5 +178,8 @@ def test_the_command_prints_the_load_and_writes_it(tmp_path: Path, monkeypatch: 
         assert (block.load_NPE.sum(2) == 2 * 32 * TOP_K).all()
     refused = CliRunner().invoke(main, [*arguments, "--out", "traces/toy"])
     assert refused.exit_code == 2
-    assert "exists" in refused.output
+    assert "exists; give a folder that does not" in refused.output
+    refused = CliRunner().invoke(main, [*arguments, "--out", "a.txt/here"])
+    assert refused.exit_code == 2, "before the model is run"
+    assert "a.txt cannot be made" in refused.output
     assert CliRunner().invoke(main, [*arguments, "--ep", "one"]).exit_code == 2

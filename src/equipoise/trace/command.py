@@ -8,6 +8,7 @@ import typer
 from equipoise.data.hub import is_hub_id
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
+from equipoise.options import check_out_folder
 
 HELP = (
     "Does a model need balancing? Runs a few batches of MODEL over a text, prints the load of each layer's experts, "
@@ -60,15 +61,13 @@ def trace_model(
     """See HELP."""
     with exit_codes():
         sizes = _sizes(ep)
-        if out is not None and out.exists():
-            raise ConfigError(
-                f"--out {out} exists; give a folder that does not, so that no trace is mixed with another"
-            )
         if not Path(model).exists() and not is_hub_id(model):
             raise ConfigError(
                 f"there is no model {model!r}: no such folder is here ({Path(model).absolute()}), and a model of the "
                 "hub has the form owner/name"
             )
+        folder = out or _new_folder(model)
+        check_out_folder(folder)
         from equipoise.accelerator import get_accelerator
 
         device = get_accelerator().device()
@@ -81,7 +80,6 @@ def trace_model(
         traced = collect(load_model(model, device), sequences, batch_size, device)
         copies = default_copy_tokens() if copy_tokens is None else copy_tokens
         predictions = [predict(traced, size, tokens_per_rank, slots, copies) for size in sizes]
-        folder = out or _new_folder(model)
         write_counts(folder, traced)
         num_sequences, length = sequences.shape
         typer.echo(

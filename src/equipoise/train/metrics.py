@@ -68,9 +68,9 @@ class MetricsWriter:
     """Writes the metrics of one run folder; made on rank 0 only, closed at the end or as a context manager.
 
     `resumed_step` is the step of the checkpoint that the run continues from; lines of later steps, which will
-    be trained again, are cut off. 0 is a run that starts anew: a file that is there already becomes
-    metrics.previous.jsonl. `run_config` is shown with the run by Weights & Biases. Raises ConfigError if a
-    package that was asked for is missing.
+    be trained again, are cut off. 0 is a run that starts anew: a file that is there already becomes the first free one
+    of metrics.previous.jsonl, metrics.previous-2.jsonl, .... `run_config` is shown with the run by Weights & Biases.
+    Raises ConfigError if a package that was asked for is missing.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class MetricsWriter:
             if resumed_step > 0:
                 self._last_step = cut_after(self.path, resumed_step)
             elif self.path.exists() and self.path.stat().st_size > 0:
-                os.replace(self.path, directory / PREVIOUS_NAME)
+                self.path.rename(_free_name(directory))
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     @property
@@ -153,6 +153,15 @@ def _write_whole(file: FileIO, data: bytes) -> None:
     """Unbuffered, so that what a full disk refused is not tried again when the file is closed."""
     while data:
         data = data[file.write(data) :]
+
+
+def _free_name(directory: Path) -> Path:
+    """The first of metrics.previous.jsonl, metrics.previous-2.jsonl, ... that is not there."""
+    number, path = 1, directory / PREVIOUS_NAME
+    while path.exists():
+        number += 1
+        path = (directory / PREVIOUS_NAME).with_stem(f"{Path(PREVIOUS_NAME).stem}-{number}")
+    return path
 
 
 def cut_after(path: Path, step: int) -> int:

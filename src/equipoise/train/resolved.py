@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import shlex
@@ -27,11 +28,16 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
+logger = logging.getLogger(__name__)
+
 CONFIG_FILE = "config.toml"
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints inside a run folder."""
+_WRITTEN = (CONFIG_FILE, RUN_FILE, "metrics.jsonl", CHECKPOINTS, "trace", "profile", "tensorboard", "wandb", "hf")
+"""All that a run writes into its folder, or may be asked to."""
 
+_LISTED = 5  # names in a message
 _HEADER_START = "# Resolved settings of this run."
 _HEADER = _HEADER_START + " To repeat it: equipoise train {file}\n\n"
 
@@ -105,7 +111,10 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
             replace, or it cannot be made.
     """
     _make_folder(folder)
-    _refuse_files_of_others(folder)
+    others = _refuse_files_of_others(folder)
+    if others:
+        listed = ", ".join(others[:_LISTED]) + (f" and {len(others) - _LISTED} more" if len(others) > _LISTED else "")
+        logger.info("the run folder %s holds other files, which stay as they are: %s", folder, listed)
     with _locked(folder):
         yield
 
@@ -163,23 +172,31 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _refuse_files_of_others(folder: Path) -> None:
-    """A folder without checkpoints may be no run's: then what a run would replace has to be a run's own."""
-    config = folder / CONFIG_FILE
+def _refuse_files_of_others(folder: Path) -> list[str]:
+    """A folder with neither a run's settings nor its checkpoints is no run's: it may not hold anything that a run would
+    replace or add to. Returns the names of what else such a folder holds."""
+    config, checkpoints = folder / CONFIG_FILE, folder / CHECKPOINTS
     try:
-        if (folder / CHECKPOINTS).is_dir():
-            return
-        own = config.is_file() and config.read_bytes().startswith(_HEADER_START.encode())
-        found = [] if own else [name for name in (CONFIG_FILE, RUN_FILE) if (folder / name).exists()]
+        if config.is_file() and config.read_bytes().startswith(_HEADER_START.encode()):
+            return []
+        if layout.final_folders(checkpoints) or layout.partial_folders(checkpoints):
+            return []
+        found = [name for name in _WRITTEN if _has_content(folder / name)]
+        others = sorted(path.name for path in folder.iterdir() if path.name not in _WRITTEN)
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be read: {error.strerror or error}; choose another with --out DIR"
         ) from error
     if found:
         raise ConfigError(
-            f"{folder} holds a {' and a '.join(found)} that no run has written, and a run would replace "
+            f"{folder} holds {' and '.join(found)} that no run has written, and a run would replace or add to "
             f"{'it' if len(found) == 1 else 'them'}; choose another run folder with --out DIR"
         )
+    return others
+
+
+def _has_content(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def describe_run(argv: Sequence[str], typed: str = "") -> dict[str, Any]:
