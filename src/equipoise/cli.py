@@ -343,7 +343,16 @@ def simulate(
     imbalance: Annotated[float, typer.Option(help="Largest over mean rank load of a workload.")] = 1.5,
     experts: Annotated[int, typer.Option(min=1, help="Experts of a workload.")] = 128,
     top_k: Annotated[int, typer.Option(min=1, help="Experts per token of a workload.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank in a microbatch.")] = 8192,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens-per-rank",
+            "--tokens",
+            min=1,
+            show_default="a run's own; 8192 for a workload or a trace of `equipoise trace`",
+            help="Tokens of each rank in a microbatch.",
+        ),
+    ] = None,
     layers: Annotated[int, typer.Option(min=1, help="MoE layers of a workload.")] = 48,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a workload.")] = 8,
     exact: Annotated[

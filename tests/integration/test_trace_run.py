@@ -40,5 +40,5 @@ def test_a_killed_runs_trace_is_read_continued_and_simulated(base: Base) -> None
     out = folder / "simulated.json"
     simulate = Command(folder, [*PROGRAM, "simulate", "traced", "--ranks", "2,3", "--slots", "1", "--out", str(out)])
     assert simulate.wait() == 0, simulate.output()
-    assert "ranks: balancing" in simulate.output()
+    assert "tokens per rank in a microbatch, a copy as" in simulate.output()
     assert out.exists()

@@ -1,5 +1,6 @@
 """`equipoise trace`: counts are those of the router, the prediction is the planner's, and the load file can be read."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from equipoise.cli import main
 from equipoise.errors import ConfigError, DataError
 from equipoise.trace.collect import Traced, collect, load_model, read_sequences
 from equipoise.trace.predict import group_loads, predict
-from equipoise.trace.report import layer_table, prediction_table, verdict
+from equipoise.trace.report import layer_table, prediction_table, verdicts
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -111,8 +112,13 @@ def test_the_prediction_is_the_planners() -> None:
     assert "1.30" in table
     assert "1.30 x faster" in table or "1.29 x faster" in table
     assert "30%" not in layer_table(traced, [found])
-    assert verdict(traced, [found]).startswith("Balancing would pay: at EP 2")
-    assert "would not pay" in verdict(traced, [costly])
+    (pays,), (not_,) = (verdicts(traced, [p], "toy") for p in (found, costly))
+    assert pays == (
+        "EP 2, 20 tokens per rank in a microbatch, a copy as 0 tokens of an expert (toy): balancing pays, a step would "
+        "take 13% less time; with as uneven a load it pays with 1 tokens per rank too"
+    )
+    assert not_.startswith("EP 2, 20 tokens per rank in a microbatch, a copy as 1000 tokens of an expert (toy): ")
+    assert "balancing does not pay; with as uneven a load it " in not_
     load = rank_load(torch.from_numpy(counts_LNE.sum(1)), 2)
     assert load.tolist() == [[160, 40], [100, 100]]
 
@@ -176,6 +182,14 @@ def test_the_command_prints_the_load_and_writes_it(tmp_path: Path, monkeypatch: 
         (block,) = trace_loads(trace, 2)  # as `equipoise simulate` reads it: two sequences to each rank
         assert block.load_NPE.shape == (2, 2, EXPERTS)
         assert (block.load_NPE.sum(2) == 2 * 32 * TOP_K).all()
+    said = [re.findall(r"EP \d, \d+ tokens per rank .*\(h200\): ", result.output)]
+    for options in (["--tokens-per-rank", "64"], []):
+        replayed = CliRunner().invoke(main, ["simulate", "traces/toy", "--ranks", "2,4", *options])
+        assert replayed.exit_code == 0, replayed.output
+        said.append(re.findall(r"EP \d, \d+ tokens per rank .*\(h200\): ", replayed.output))
+    assert len(said[0]) == 2
+    assert said[1] == said[0], "both say what the verdict is for, in the same words"
+    assert said[2] == [line.replace(" 64 tokens", " 8192 tokens") for line in said[0]], "and take the same default"
     refused = CliRunner().invoke(main, [*arguments, "--out", "traces/toy"])
     assert refused.exit_code == 2
     assert "exists; give a folder that does not" in refused.output

@@ -8,22 +8,23 @@ from rich.console import Console
 
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.observe.reader import Trace, open_trace
-from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
+from equipoise.simulate.assumptions import TOKENS_PER_RANK, TRACED, turning_point
+from equipoise.simulate.hardware import ExpertSize, Hardware, expert_size, load_hardware
 from equipoise.simulate.loads import LOGNORMAL, drawn_loads, exact_loads, trace_loads, workload_name
-from equipoise.simulate.report import show
-from equipoise.simulate.sweep import LoadsOf, Sweep, run_sweep
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "": 2}
+from equipoise.simulate.report import show, verdicts
+from equipoise.simulate.run import EXACT_LOAD
+from equipoise.simulate.sweep import LoadsOf, Sweep, pays_with, run_sweep
 
 
 @dataclass(frozen=True)
 class WorkloadSize:
-    """What a stated workload needs beyond its name."""
+    """What a stated workload needs beyond its name. tokens: of each rank in a microbatch; None takes the default, or
+    for a trace its own."""
 
     imbalance: float
     num_experts: int
     num_experts_per_tok: int
-    tokens: int
+    tokens: int | None
     layers: int
     microbatches: int
     seed: int
@@ -68,27 +69,39 @@ def run(
         raise ConfigError("give a TRACE (a run folder, say) or --workload NAME, one of them")
     if trace_path is not None:
         trace = open_trace(trace_path)
+        top_k, num_experts = trace.info.num_experts_per_tok, trace.info.num_experts
+        tokens = size.tokens
+        if tokens is None and trace.info.source.startswith(TRACED):
+            tokens = TOKENS_PER_RANK
         expert = _expert_of(trace, hidden_size, intermediate_size)
-        loads_of: LoadsOf = lambda ranks: trace_loads(trace, ranks, steps)  # noqa: E731
+        loads_of: LoadsOf = lambda ranks: trace_loads(trace, ranks, steps, tokens)  # noqa: E731
         what = f"trace {trace_path} ({trace.info.num_layers} layers, {trace.info.num_experts} experts)"
         if not sweep.ranks:
             sweep = _with_ranks(sweep, [trace.info.ep_size])
     else:
         assert workload is not None
         name = workload_name(workload)
+        top_k, num_experts = size.num_experts_per_tok, size.num_experts
         expert = ExpertSize(hidden_size or 2048, intermediate_size or 768)
         loads_of = _workload_loads(name, size)
         what = f"workload {name}, {size.layers} layers x {size.microbatches} microbatches, {size.num_experts} experts"
         if not sweep.ranks:
             sweep = _with_ranks(sweep, [8])
-    num_experts = size.num_experts if workload is not None else trace.info.num_experts
     for ranks in sweep.ranks:
         if ranks < 1 or num_experts % ranks:
             raise ConfigError(
                 f"--ranks is {ranks}, which does not divide the {num_experts} experts: choose one that does"
             )
     rows = run_sweep(sweep, loads_of, hardware, expert, say=lambda line: console.print(f"simulating {line}"))
-    show(console, rows, f"Predicted step on {hardware.name}: {what}")
+
+    def turn(row: dict[str, Any], tokens_per_rank: float, pays: bool) -> str:
+        if row["planner"] != EXACT_LOAD:  # others take their time, and may learn from step to step
+            return ""
+        loads = next(iter(loads_of(row["ranks"])))
+        return turning_point(tokens_per_rank, pays, pays_with(sweep, loads, row, hardware, expert))
+
+    lines = verdicts(rows, max(1, top_k), hardware.name, turn)
+    show(console, rows, f"Predicted step on {hardware.name}: {what}", lines)
     console.print(_explain(hardware), markup=False, soft_wrap=True)
     about = {"what": what, "hardware": asdict(hardware), "expert": asdict(expert), "workload": asdict(size)}
     return rows, about
@@ -101,19 +114,21 @@ def _with_ranks(sweep: Sweep, ranks: list[int]) -> Sweep:
 def _workload_loads(name: str, size: WorkloadSize) -> LoadsOf:
     from equipoise.moe.synthetic import Workload
 
+    tokens = TOKENS_PER_RANK if size.tokens is None else size.tokens
+
     def loads(ranks: int):
         if size.exact:
             if name == LOGNORMAL:
                 raise ConfigError(f"--exact lays shares down exactly, and {LOGNORMAL} has none: leave it out")
             stated = Workload(name, size.imbalance, size.num_experts, size.num_experts_per_tok, ranks)
-            return exact_loads(stated, size.tokens, size.layers, size.microbatches)
+            return exact_loads(stated, tokens, size.layers, size.microbatches)
         return drawn_loads(
             name,
             size.imbalance,
             size.num_experts,
             size.num_experts_per_tok,
             ranks,
-            size.tokens,
+            tokens,
             size.layers,
             size.microbatches,
             size.seed,
@@ -124,9 +139,7 @@ def _workload_loads(name: str, size: WorkloadSize) -> LoadsOf:
 
 def _expert_of(trace: Trace, hidden_size: int | None, intermediate_size: int | None) -> ExpertSize:
     info = trace.info
-    return ExpertSize(
-        hidden_size or info.hidden_size, intermediate_size or info.moe_intermediate_size, DTYPE_BYTES.get(info.dtype, 2)
-    )
+    return expert_size(hidden_size or info.hidden_size, intermediate_size or info.moe_intermediate_size, info.dtype)
 
 
 def _explain(hardware: Hardware) -> str:

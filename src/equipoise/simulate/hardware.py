@@ -58,6 +58,11 @@ class ExpertSize:
         return (self.hidden_size + 2 * self.intermediate_size) * self.itemsize
 
 
+def expert_size(hidden_size: int, intermediate_size: int, dtype: str) -> ExpertSize:
+    """That of a model whose experts compute in `dtype` ("float32"; any other, or none, takes two bytes)."""
+    return ExpertSize(hidden_size, intermediate_size, 4 if dtype == "float32" else 2)
+
+
 @dataclass(frozen=True)
 class Hardware:
     """Times of one rank; all of forward and backward together, per MoE layer and microbatch where nothing else is said.

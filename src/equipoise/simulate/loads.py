@@ -118,23 +118,34 @@ def _capped(shares_NE: np.ndarray, limit: float) -> np.ndarray:
     return shares_NE
 
 
-def trace_loads(trace: "Trace", num_ranks: int, steps: tuple[int, int] | None = None) -> Iterator[LoadBlock]:
-    """A trace's loads for an EP group of `num_ranks`.
+def trace_loads(
+    trace: "Trace", num_ranks: int, steps: tuple[int, int] | None = None, tokens_per_rank: int | None = None
+) -> Iterator[LoadBlock]:
+    """A trace's loads for an EP group of `num_ranks`, whose ranks have `tokens_per_rank` tokens in a microbatch.
 
-    At the trace's own EP size the recorded matrices are replayed. At another, the recorded sequences of a layer, in
-    the order of the run, are dealt to the ranks, as many to each as a rank had in a microbatch; without recorded
-    sequences, so are whole microbatches of ranks. Where too few were recorded they are dealt again from the start.
+    Where that is None, as many as in the trace. Then at the trace's own EP size the recorded matrices are replayed.
+    Otherwise the recorded sequences of a layer, in the order of the run, are dealt to the ranks, as many to each as it
+    has in a microbatch; without recorded sequences, so are whole microbatches of ranks. Where too few were recorded
+    they are dealt again from the start.
+    A number of tokens is rounded to whole sequences, at least one.
 
     Raises:
         TraceError: nothing recorded that could be replayed.
-        ConfigError: experts that do not divide over the ranks.
+        ConfigError: experts that do not divide over the ranks, or a number of tokens without recorded sequences.
     """
     info = trace.info
     experts_per_rank(info.num_experts, num_ranks)
-    if num_ranks == info.ep_size:
+    if num_ranks == info.ep_size and tokens_per_rank is None:
         yield from _recorded(trace, steps)
         return
     units_LUE, per_rank = _units(trace, steps)
+    if tokens_per_rank is not None:
+        if not info.sequence_length or not _has_sequences(trace):
+            raise ConfigError(
+                f"--tokens-per-rank is {tokens_per_rank}, and {trace.directory} has no sequences to make up other "
+                "microbatches of: record some (trace.sequences_every), or leave it out"
+            )
+        per_rank = max(1, round(tokens_per_rank / info.sequence_length))
     needed = num_ranks * per_rank
     number = max(1, units_LUE.shape[1] // needed)
     for block in range(number):
@@ -172,7 +183,7 @@ def _units(trace: "Trace", steps: tuple[int, int] | None) -> tuple[np.ndarray, i
     """int32 [L, U, E] and how many units a rank had in a microbatch."""
     info = trace.info
     L, E = info.num_layers, info.num_experts
-    if any(file.table == "sequences" for file in trace.files):
+    if _has_sequences(trace):
         table = trace.sequences(steps).sort_by(
             [(name, "ascending") for name in ("layer", "step", "microbatch", "group", "rank", "sequence")]
         )
@@ -181,6 +192,10 @@ def _units(trace: "Trace", steps: tuple[int, int] | None) -> tuple[np.ndarray, i
             return counts, int(table["sequence"].to_numpy().max()) + 1
     blocks = list(_recorded(trace, steps))
     return np.concatenate([block.load_NPE for block in blocks], 1), 1
+
+
+def _has_sequences(trace: "Trace") -> bool:
+    return any(file.table == "sequences" for file in trace.files)
 
 
 def _range(steps: tuple[int, int] | None) -> str:

@@ -1,22 +1,25 @@
 """A sweep's rows as a table, as a plot of characters, and in a sentence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from equipoise.simulate.assumptions import assumptions
+from equipoise.simulate.run import FORCED
+
 BAR = 40
 WIDTH = 125
 
 
-def show(console: Console, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Prints the table, the plot and the verdicts."""
+def show(console: Console, rows: Sequence[dict[str, Any]], title: str, lines: Sequence[str]) -> None:
+    """Prints the table, the plot and the verdicts, which are `lines`."""
     console.width = max(console.width, WIDTH)
     console.print(_table(rows, title))
     for line in plot(rows):
         console.print(line, markup=False, soft_wrap=True)
-    for line in verdicts(rows):
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -63,17 +66,29 @@ def plot(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """For each number of ranks, whether balancing is predicted to pay."""
+def verdicts(
+    rows: Sequence[dict[str, Any]], top_k: int, hardware: str, turn: Callable[[dict[str, Any], float, bool], str]
+) -> list[str]:
+    """For each number of ranks, whether balancing is predicted to pay, and what that holds for.
+
+    turn: of a row with balancing, its tokens per rank, and whether it pays: where the verdict turns (`turning_point`),
+    or nothing.
+    """
     lines = []
     for ranks in dict.fromkeys(row["ranks"] for row in rows):
-        (best,) = [row for row in rows if row["ranks"] == ranks and row["is_best"]]
-        if best["slots"]:
+        tried = [row for row in rows if row["ranks"] == ranks and row["planner"] != FORCED]
+        (best,) = [row for row in tried if row["is_best"]]
+        balanced = min(tried[1:], key=lambda row: row["step_s"])
+        tokens = best["rows"] / ranks / top_k
+        start = f"{assumptions(ranks, tokens, balanced['copy_tokens'], hardware)}: balancing "
+        end = turn(balanced, tokens, best is balanced)
+        end = f"; {end}" if end else ""
+        if best is balanced:
             slots = "1 slot" if best["slots"] == 1 else f"{best['slots']} slots"
             lines.append(
-                f"{ranks} ranks: balancing pays by this model, {best['over_off']:.2f} x the speed of off with "
-                f"{best['planner']}, {slots} per rank and a tolerance of {best['tolerance']:g}"
+                f"{start}pays, {best['over_off']:.2f} x the speed of off with {best['planner']}, {slots} per rank and "
+                f"a tolerance of {best['tolerance']:g}{end}"
             )
         else:
-            lines.append(f"{ranks} ranks: balancing does not pay by this model")
+            lines.append(f"{start}does not pay{end}")
     return lines

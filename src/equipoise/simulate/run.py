@@ -54,8 +54,8 @@ def simulate(
     Returns:
         One row for each load: step, microbatch, layer; rank_imbalance and rank_imbalance_after (largest over mean rank
         load); copies, busiest_copies (of one rank); remote_share of the rows that leave their rank, far_share of those
-        that leave the domain; largest_rows of a rank; layer_s, seconds of the layer's forward and backward, and its
-        parts experts_s, exchange_s, source_s, balance_s, copies_s.
+        that leave the domain; rows of all ranks; largest_rows of a rank; layer_s, seconds of the layer's forward and
+        backward, and its parts experts_s, exchange_s, source_s, balance_s, copies_s.
 
     Raises:
         ConfigError: sizes that do not divide, unknown planners, loads of another shape.
@@ -109,6 +109,7 @@ def summarize(frame: "pd.DataFrame", hardware: Hardware, expert: ExpertSize, num
     rows = frame.groupby(["step", "microbatch"])["largest_rows"].sum().max()
     return {
         "loads": len(frame),
+        "rows": float(frame["rows"].mean()),
         "layer_ms": 1e3 * float(frame["layer_s"].mean()),
         "step_s": layers_s + hardware.rest_s,
         "rank_imbalance": float(frame["rank_imbalance"].mean()),
@@ -233,6 +234,7 @@ def _columns(
         "busiest_copies": copies_NPX.max((1, 2)),
         "remote_share": out_NPX.sum((1, 2)) / total_N,
         "far_share": out_NPX[..., 1].sum(1) / total_N,
+        "rows": before_NP.sum(1),
         "largest_rows": after_NP.max(1),
         "layer_s": cost.total,
         "experts_s": cost.experts,

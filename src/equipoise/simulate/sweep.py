@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from equipoise.balance.protocol import PlannerSettings
 from equipoise.simulate.hardware import ExpertSize, Hardware
 from equipoise.simulate.loads import LoadBlock
@@ -46,8 +48,9 @@ def run_sweep(
         frames = simulate_all(loads_of(ranks), planned, hardware=hardware, expert=expert)
         found: list[dict[str, Any]] = [
             {"ranks": ranks, "planner": planner, "slots": slots, "tolerance": tolerance}
+            | {"copy_tokens": settings.copy_tokens}
             | summarize(frame, hardware, expert, slots)
-            for (planner, slots, tolerance), frame in zip(tries, frames)
+            for (planner, slots, tolerance), (_, settings), frame in zip(tries, planned, frames)
         ]
         off, ceiling = found[0]["step_s"], found[-1]["step_s"]
         best = min(found[:-1], key=lambda row: row["step_s"])
@@ -55,3 +58,18 @@ def run_sweep(
             row |= {"of_ceiling": ceiling / row["step_s"], "over_off": off / row["step_s"], "is_best": row is best}
         rows += found
     return rows
+
+
+def pays_with(
+    sweep: Sweep, loads: LoadBlock, row: dict[str, Any], hardware: Hardware, expert: ExpertSize
+) -> Callable[[float], bool]:
+    """Whether balancing as in a row of `run_sweep` is faster than off with so many times the rows of `loads`."""
+    settings = sweep.settings(hardware, expert, row["slots"], row["tolerance"])
+    tries: list[tuple[str, PlannerSettings]] = [(OFF, settings), (row["planner"], settings)]
+
+    def pays(factor: float) -> bool:
+        scaled = LoadBlock(loads.step, loads.microbatch, loads.layers_N, (loads.load_NPE * factor).astype(np.int32))
+        off, on = simulate_all([scaled], tries, hardware=hardware, expert=expert)
+        return float(on["layer_s"].sum()) < float(off["layer_s"].sum())
+
+    return pays

@@ -20,6 +20,7 @@ from equipoise.data.corpus import tokenize
 from equipoise.data.hub import reachable_model
 from equipoise.data.sources import SourceReport, read_documents
 from equipoise.errors import ConfigError, DataError
+from equipoise.simulate.hardware import ExpertSize, expert_size
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Traced:
     def num_experts(self) -> int:
         """E."""
         return self.counts_LNE.shape[2]
+
+    @property
+    def expert_size(self) -> ExpertSize:
+        """As the simulator takes it: three matrices, whatever the model has."""
+        return expert_size(self.hidden_size, max(1, self.expert_parameters // (3 * self.hidden_size)), self.dtype)
 
     @property
     def expert_share(self) -> float:

@@ -5,10 +5,13 @@ from typing import Annotated
 
 import typer
 
+from equipoise.balance.rules import MAX_COPY_TOKENS
 from equipoise.data.hub import is_hub_id
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
 from equipoise.options import check_out_folder
+from equipoise.simulate.assumptions import TOKENS_PER_RANK
+from equipoise.simulate.hardware import load_hardware
 
 HELP = (
     "Does a model need balancing? Runs a few batches of MODEL over a text, prints the load of each layer's experts, "
@@ -16,9 +19,9 @@ HELP = (
     "MODEL is an MoE model of transformers: a folder, or an id of the hub (owner/name). It runs in one process, on the "
     "selected accelerator or the CPU, in the dtype of its weights; nothing is trained. The counts are written as a "
     "load trace.\n\n"
-    "The prediction takes the experts' time as that of the busiest rank, a replica as the time of --copy-tokens, and "
+    "The prediction takes the experts' time as that of the busiest rank, a copy as the time of --copy-tokens, and "
     "the experts' share of a step by parameters; time of attention scores and of communication is not in it. "
-    "`equipoise bench balance` measures.\n\n"
+    "`equipoise simulate` on the written trace adds communication, `equipoise bench balance` measures.\n\n"
     "\b\nExamples:\n"
     "  equipoise trace Qwen/Qwen3-30B-A3B --data notes.txt --ep 4,8\n"
     "  equipoise trace my-model --data corpus.jsonl --column body --batches 16 --tokens-per-rank 16384"
@@ -42,16 +45,20 @@ def trace_model(
     sequence_length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 512,
     tokens_per_rank: Annotated[
         int, typer.Option(min=1, help="Tokens of a rank's microbatch in the training to predict.")
-    ] = 8192,
+    ] = TOKENS_PER_RANK,
     slots: Annotated[
         int | None, typer.Option(min=1, help="Replica slots per rank.", show_default="as many as are worth it, up to 4")
     ] = None,
+    hardware: Annotated[
+        str, typer.Option(help="What a copy costs: h200, h100, or a file of `equipoise bench calibrate`.")
+    ] = "h200",
     copy_tokens: Annotated[
         int | None,
         typer.Option(
             min=0,
+            max=MAX_COPY_TOKENS,
             help="Tokens that an expert computes in the time of one weight copy.",
-            show_default="1000: 600 TFLOP/s, 400 GB/s",
+            show_default="the hardware's",
         ),
     ] = None,
     out: Annotated[
@@ -61,6 +68,7 @@ def trace_model(
     """See HELP."""
     with exit_codes():
         sizes = _sizes(ep)
+        machine = load_hardware(hardware)
         if not Path(model).exists() and not is_hub_id(model):
             raise ConfigError(
                 f"there is no model {model!r}: no such folder is here ({Path(model).absolute()}), and a model of the "
@@ -73,12 +81,12 @@ def trace_model(
         device = get_accelerator().device()
         from equipoise.trace.collect import collect, load_model, read_sequences
         from equipoise.trace.file import write_counts
-        from equipoise.trace.predict import default_copy_tokens, predict
-        from equipoise.trace.report import layer_table, prediction_table, verdict
+        from equipoise.trace.predict import predict
+        from equipoise.trace.report import layer_table, prediction_table, verdicts
 
         sequences = read_sequences(data, column, tokenizer or model, sequence_length, batches * batch_size)
         traced = collect(load_model(model, device), sequences, batch_size, device)
-        copies = default_copy_tokens() if copy_tokens is None else copy_tokens
+        copies = machine.copy_tokens(traced.expert_size) if copy_tokens is None else copy_tokens
         predictions = [predict(traced, size, tokens_per_rank, slots, copies) for size in sizes]
         write_counts(folder, traced)
         num_sequences, length = sequences.shape
@@ -87,17 +95,15 @@ def trace_model(
             f"{traced.num_experts_per_tok} per token; {num_sequences} sequences of {length} tokens\n"
         )
         typer.echo(layer_table(traced, predictions))
-        typer.echo(
-            f"\nPredicted for {tokens_per_rank} tokens per rank, a copy as {copies} tokens, experts as "
-            f"{traced.expert_share:.0%} of an even step:\n"
-        )
+        typer.echo(f"\nPredicted, with experts as {traced.expert_share:.0%} of an even step:\n")
         typer.echo(prediction_table(traced, predictions))
         if any(p.samples == 0 for p in predictions):
             typer.echo(
                 "\nFewer than one microbatch of all ranks was run for some EP sizes; its load was scaled up, which "
                 "overstates the unevenness. Raise --batches for a better prediction."
             )
-        typer.echo(f"\n{verdict(traced, predictions)}\nLoads written to {folder}")
+        for line in ["", *verdicts(traced, predictions, machine.name), f"Loads written to {folder}"]:
+            typer.echo(line)
 
 
 def _sizes(text: str) -> list[int]:

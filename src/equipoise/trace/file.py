@@ -5,6 +5,7 @@ from pathlib import Path
 from equipoise.observe.schema import TraceInfo
 from equipoise.observe.tables import LayerRows
 from equipoise.observe.writer import TraceWriter
+from equipoise.simulate.assumptions import TRACED
 from equipoise.trace.collect import Traced
 
 
@@ -18,11 +19,11 @@ def write_counts(folder: Path, traced: Traced) -> None:
         num_experts_per_tok=traced.num_experts_per_tok,
         ep_size=1,
         hidden_size=traced.hidden_size,
-        moe_intermediate_size=traced.expert_parameters // (3 * traced.hidden_size),
+        moe_intermediate_size=traced.expert_size.intermediate_size,
         sequence_length=traced.sequence_length,
         dtype=traced.dtype,
         device=traced.device,
-        source=f"transformers {traced.model_type}",
+        source=f"{TRACED} {traced.model_type}",
     )
     with TraceWriter(folder, info) as writer:
         for step, start in enumerate(range(0, num_sequences, traced.batch_size), 1):

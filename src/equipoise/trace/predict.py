@@ -3,24 +3,21 @@
 Shapes: L MoE layers, N sequences, E experts, G EP groups' microbatches, P ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from equipoise.balance.bounds import rank_load
-from equipoise.balance.cost import advise_slots, planned_cost, tokens_per_copy
+from equipoise.balance.cost import advise_slots, planned_cost
 from equipoise.balance.protocol import PlannerSettings
+from equipoise.balance.rules import MAX_COPY_TOKENS
 from equipoise.errors import ConfigError
+from equipoise.simulate.assumptions import turning_point
 from equipoise.trace.collect import Traced
 
-FLOPS_PER_S, BYTES_PER_S = 600e12, 400e9
-"""Rates of the default cost of a copy: a grouped GEMM and a link between two GPUs of one host (`balance/cost.py`)."""
-
-
-def default_copy_tokens() -> int:
-    """Tokens that an expert computes in the time of one copy, at the default rates."""
-    return tokens_per_copy(FLOPS_PER_S, BYTES_PER_S)
+PAYS = 1.02
+"""Gain of a step from which balancing is called worth it: below, measurements differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +26,19 @@ class Prediction:
 
     before_L: of each layer, mean over microbatches. after: as planned, all layers. cost: the same with the time of
     copies. slots: replica slots per rank. samples: microbatches of a whole EP group that the text gave; 0: less than
-    one, whose load was scaled.
+    one, whose load was scaled. tokens_per_rank, copy_tokens: what it is for. turn: from how many tokens per rank on
+    balancing pays, in words.
     """
 
     ep_size: int
+    tokens_per_rank: int
+    copy_tokens: int
     before_L: np.ndarray
     after: float
     cost: float
     slots: int
     samples: int
+    turn: str = ""
 
     @property
     def before(self) -> float:
@@ -75,6 +76,9 @@ def predict(traced: Traced, ep_size: int, tokens_per_rank: int, slots: int | Non
 
     slots: per rank; None takes as many as the cost model finds worth it.
 
+    With f times the tokens, as unevenly spread, a copy counts a f-th: so the turning point is found, for the first
+    microbatch.
+
     Raises:
         ConfigError: an EP size that does not divide the experts.
     """
@@ -87,7 +91,22 @@ def predict(traced: Traced, ep_size: int, tokens_per_rank: int, slots: int | Non
         )
     num_sequences = max(1, round(ep_size * tokens_per_rank / traced.sequence_length))
     load_LGE, samples = group_loads(traced.counts_LNE, num_sequences)
-    load_BE = load_LGE.flatten(0, 1)
+
+    def gain(factor: float) -> float:
+        part = _predict(
+            load_LGE[:, :1], ep_size, tokens_per_rank, slots, min(round(copy_tokens / factor), MAX_COPY_TOKENS)
+        )
+        return part.step_gain(traced.expert_share)
+
+    found = replace(_predict(load_LGE, ep_size, tokens_per_rank, slots, copy_tokens), samples=samples)
+    pays = found.step_gain(traced.expert_share) >= PAYS
+    return replace(found, turn=turning_point(tokens_per_rank, pays, lambda factor: gain(factor) >= PAYS))
+
+
+def _predict(
+    load_LGE: torch.Tensor, ep_size: int, tokens_per_rank: int, slots: int | None, copy_tokens: int
+) -> Prediction:
+    load_BE, num_experts = load_LGE.flatten(0, 1), load_LGE.shape[2]
     settings = PlannerSettings(num_slots=slots or 1, copy_tokens=copy_tokens)
     if slots is None:
         slots, _ = advise_slots(load_BE, ep_size, settings, max_slots=min(4, num_experts // ep_size))
@@ -100,9 +119,11 @@ def predict(traced: Traced, ep_size: int, tokens_per_rank: int, slots: int | Non
     after_B = planned_cost(load_BE, ep_size, free) / mean_B if slots else before_B
     return Prediction(
         ep_size,
+        tokens_per_rank,
+        copy_tokens,
         before_B.view(load_LGE.shape[:2]).mean(1).numpy(),
         float(after_B.mean()),
         float(cost_B.mean()),
         slots,
-        samples,
+        samples=load_LGE.shape[1],
     )

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from equipoise.simulate.assumptions import assumptions
 from equipoise.trace.collect import Traced, short_name
-from equipoise.trace.predict import Prediction
-
-PAYS = 1.02
-"""Gain of a step from which balancing is called worth it: below, measurements differ by as much."""
+from equipoise.trace.predict import PAYS, Prediction
 
 
 def layer_table(traced: Traced, predictions: Sequence[Prediction]) -> str:
@@ -36,13 +34,15 @@ def prediction_table(traced: Traced, predictions: Sequence[Prediction]) -> str:
     return _table(titles, rows)
 
 
-def verdict(traced: Traced, predictions: Sequence[Prediction]) -> str:
-    """Whether balancing pays, in a sentence."""
-    best = max(predictions, key=lambda p: p.step_gain(traced.expert_share))
-    gain = best.step_gain(traced.expert_share)
-    if gain < PAYS:
-        return "This load is even enough: balancing would not pay at any of these EP sizes."
-    return f"Balancing would pay: at EP {best.ep_size} a step would take {1 - 1 / gain:.0%} less time."
+def verdicts(traced: Traced, predictions: Sequence[Prediction], hardware: str) -> list[str]:
+    """For each EP size, whether balancing pays, and what that holds for."""
+    lines = []
+    for p in predictions:
+        gain = p.step_gain(traced.expert_share)
+        found = f"pays, a step would take {1 - 1 / gain:.0%} less time" if gain >= PAYS else "does not pay"
+        made_for = assumptions(p.ep_size, p.tokens_per_rank, p.copy_tokens, hardware)
+        lines.append(f"{made_for}: balancing {found}; {p.turn}")
+    return lines
 
 
 def _table(titles: list[str], rows: list[list[str]]) -> str:
