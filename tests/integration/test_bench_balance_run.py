@@ -12,7 +12,7 @@ from integration.conftest import Base
 
 
 def bench(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    options = ["--nproc-per-node", "2", "--steps", "1", "--rounds", "1", "--out", "found.json"]
+    options = ["--nproc-per-node", "2", "--steps", "1", "--rounds", "1", "--out", "found.json", "--replace"]
     command = Command(folder, [*PROGRAM, "bench", "balance", *arguments, *options])
     code = command.wait()
     assert code == 0, command.output()
