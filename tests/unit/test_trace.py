@@ -196,4 +196,5 @@ def test_the_command_prints_the_load_and_writes_it(tmp_path: Path, monkeypatch: 
     refused = CliRunner().invoke(main, [*arguments, "--out", "a.txt/here"])
     assert refused.exit_code == 2, "before the model is run"
     assert "a.txt cannot be made" in refused.output
-    assert CliRunner().invoke(main, [*arguments, "--ep", "one"]).exit_code == 2
+    for option, value in (("--ep", "one"), ("--hardware", "abacus"), ("--copy-tokens", str(2**30))):
+        assert CliRunner().invoke(main, [*arguments, option, value]).exit_code == 2

@@ -5,13 +5,10 @@ from typing import Annotated
 
 import typer
 
-from equipoise.balance.rules import MAX_COPY_TOKENS
-from equipoise.data.hub import is_hub_id
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
 from equipoise.options import check_out_folder
 from equipoise.simulate.assumptions import TOKENS_PER_RANK
-from equipoise.simulate.hardware import load_hardware
 
 HELP = (
     "Does a model need balancing? Runs a few batches of MODEL over a text, prints the load of each layer's experts, "
@@ -56,7 +53,6 @@ def trace_model(
         int | None,
         typer.Option(
             min=0,
-            max=MAX_COPY_TOKENS,
             help="Tokens that an expert computes in the time of one weight copy.",
             show_default="the hardware's",
         ),
@@ -67,8 +63,13 @@ def trace_model(
 ) -> None:
     """See HELP."""
     with exit_codes():
+        from equipoise.balance.protocol import PlannerSettings
+        from equipoise.data.hub import is_hub_id
+        from equipoise.simulate.hardware import load_hardware
+
         sizes = _sizes(ep)
         machine = load_hardware(hardware)
+        PlannerSettings(copy_tokens=copy_tokens or 0)  # refuses what it cannot take before the model is loaded
         if not Path(model).exists() and not is_hub_id(model):
             raise ConfigError(
                 f"there is no model {model!r}: no such folder is here ({Path(model).absolute()}), and a model of the "
