@@ -2,12 +2,16 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from equipoise.accelerator import get_accelerator
 from equipoise.balance_config import BalanceConfig
@@ -138,9 +142,40 @@ def train_plainly(case: Case, world_size: int, steps: int = 3) -> Trained:
     return Trained(losses, norms, gradients, {n: p.detach().clone() for n, p in model.named_parameters()})
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, where the reference is."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
+def whole(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, where the reference is; of DTensors in full; without what is None. All ranks call it together.
+
+    Shards on the CPU are exchanged all at once: torch 2.13's Gloo transport corrupts the heap or hangs once in some
+    hundred thousand collectives on a busy machine, and `full_tensor` takes one or two for each tensor.
+    """
+    given = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    shards = {name: _shard(t) for name, t in given.items() if isinstance(t, DTensor) and t.device.type == "cpu"}
+    everyones: list[Any] = []
+    if shards:
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, shards)
+    found = {}
+    for name, tensor in given.items():
+        if name in shards:
+            found[name] = torch.full(tensor.shape, math.nan, dtype=tensor.dtype)
+            for part in everyones:
+                index, values = part[name]
+                found[name].view(-1)[index] = values
+        else:
+            found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+    return found
+
+
+def _shard(tensor: DTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where this rank's elements are in the whole, and what they are."""
+    index = _index(tensor.shape, tensor.device_mesh, tensor.placements)
+    return index, tensor.to_local().flatten().clone()
+
+
+@lru_cache
+def _index(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    everything = torch.arange(shape.numel()).view(shape)
+    return distribute_tensor(everything, mesh, placements, src_data_rank=None).to_local().flatten()
 
 
 def build_case_meshes(case: Case, world: World) -> Meshes:
@@ -176,13 +211,13 @@ def train_in_parallel(case: Case, world: World, steps: int = 3, meshes: Meshes |
         total = sum(b.num_valid_tokens for b in batches)
         mine = batches[world.rank * case.accumulate : (world.rank + 1) * case.accumulate]
         sums, counts = runner.forward_backward(mine, total)
-        gradients.append({n: whole(p.grad).clone() for n, p in model.named_parameters() if p.requires_grad})
+        gradients.append(whole({n: p.grad for n, p in model.named_parameters() if p.requires_grad}))
         result, norm = runner.reduce(sums, counts, total, stop=False)
         runner.update(result, norm, OPTIMIZER.lr)
         losses.append(result.loss + case.model.mtp_loss_coef * result.mtp_loss)
         norms.append(result.grad_norm)
         copies += result.balance.copies if result.balance is not None else 0
-    parameters = {n: whole(p.detach()).clone() for n, p in model.named_parameters()}
+    parameters = whole(dict(model.named_parameters()))
     return Trained(losses, norms, gradients, parameters, copies)
 
 

@@ -69,7 +69,7 @@ class Rig:
     def gradients(self, batches: Sequence[Batch], num_tokens: int) -> dict[str, torch.Tensor]:
         """Whole gradients that this rank's microbatches leave after accumulation; they are then cleared."""
         self.runner.forward_backward(list(batches), num_tokens)
-        found = {name: whole(p.grad).clone() for name, p in self.model.named_parameters()}
+        found = whole({name: p.grad for name, p in self.model.named_parameters()})
         self.optimizer.zero_grad()
         return found
 
@@ -88,7 +88,7 @@ class Rig:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Whole parameters by name."""
-        return {name: whole(p.detach()).clone() for name, p in self.model.named_parameters()}
+        return whole(dict(self.model.named_parameters()))
 
     def send_everything_to_expert_0(self) -> None:
         """A selection bias that no score outweighs."""

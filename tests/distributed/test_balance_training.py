@@ -205,7 +205,7 @@ def in_flight(world: World, meshes: Meshes) -> dict[str, Any]:
                 output.loss_sum.backward()
         for loss in backwards(losses) if backwards is not None else []:
             loss.backward()
-        found = {name: whole(p.grad).clone() for name, p in rig.model.named_parameters()}
+        found = whole({name: p.grad for name, p in rig.model.named_parameters()})
         copies = 0 if rig.runner.balancer is None else sum(r.copies for r in rig.runner.balancer.take_records())
         return found, copies
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from distributed.harness import observe_ranks, run_ranks
+from distributed.parity import whole
 from equipoise.accelerator import CPUAccelerator
 from equipoise.checkpoint.training import (
     TrainingState,
@@ -100,17 +101,13 @@ def train(model: Toy, optimizer: torch.optim.Optimizer, first: int, last: int) -
     return losses
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Everything that a resumed run must have, in full."""
-    found = {name: full(value).detach().clone() for name, value in model.state_dict().items()}
+    found = dict(model.state_dict())
     for name, parameter in model.named_parameters():
         for slot, value in optimizer.state[parameter].items():
-            found[f"{name}.{slot}"] = full(value).clone()
-    return found
+            found[f"{name}.{slot}"] = value
+    return whole(found)
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -141,10 +138,10 @@ def numbered_toy(world_size: int, ep_size: int, num_experts: int) -> tuple[Toy, 
 
 def numbers_in(model: Toy, optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float]]:
     """The number of each expert and of its first moment; fails if one is not constant."""
-    tensors = full(model.experts), full(optimizer.state[model.experts]["exp_avg"])
-    for tensor in tensors:
+    tensors = whole({"experts": model.experts, "exp_avg": optimizer.state[model.experts]["exp_avg"]})
+    for tensor in tensors.values():
         assert torch.equal(tensor, tensor[:, :1, :1].expand_as(tensor))
-    return tensors[0][:, 0, 0].tolist(), tensors[1][:, 0, 0].tolist()
+    return tensors["experts"][:, 0, 0].tolist(), tensors["exp_avg"][:, 0, 0].tolist()
 
 
 def save_numbered(world: World, folder: Path) -> None:

@@ -31,9 +31,8 @@ def train(rig: Rig, world: World, steps: range) -> dict[str, torch.Tensor]:
         batches = [random_batch(100 * step + 10 * world.rank + i, 2, 5 + i) for i in range(2)]
         total = world.size * sum(batch.num_valid_tokens for batch in batches)
         sums, counts = rig.runner.forward_backward(batches, total)
-        for name, parameter in rig.model.named_parameters():
-            if parameter.grad is not None:
-                found[f"gradient of {name} in step {step}"] = whole(parameter.grad).clone()
+        gradients = {n: p.grad for n, p in rig.model.named_parameters()}
+        found |= {f"gradient of {name} in step {step}": g for name, g in whole(gradients).items()}
         result, norm = rig.runner.reduce(sums, counts, total, stop=False)
         rig.runner.update(result, norm, rig.lr)
         assert result.grad_norm > OPTIMIZER.max_grad_norm, "nothing was clipped"

@@ -44,7 +44,7 @@ def on_rank(recompute: str) -> dict[str, Any]:
             for microbatch in range(2):
                 loss = model(ids, ids, valid_BS=valid, microbatch=microbatch, replay=replay).loss_sum
                 loss.backward()
-            gradients[name] = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+            gradients[name] = whole({n: p.grad for n, p in model.named_parameters()})
             if balance is not None:
                 balancer = moe_layers(model)[0].balancing.balancer
                 records = balancer.take_records()

@@ -56,7 +56,7 @@ def on_rank() -> dict[str, Any]:
             calls.clear()
             sums, counts_NLE = rig.runner.forward_backward([batch, batch], tokens, [rollout, rollout])
             found["calls"][name] = list(calls)
-            gradients[name] = {n: whole(p.grad).clone() for n, p in rig.model.named_parameters()}
+            gradients[name] = whole({n: p.grad for n, p in rig.model.named_parameters()})
             result, _ = rig.runner.reduce(sums, counts_NLE, tokens, stop=False)
             found[name] = (result.rollout, result.balance and result.balance.copies, result.loss)
         found["differing"] = {

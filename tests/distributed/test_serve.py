@@ -59,7 +59,7 @@ def engine(world: World, num_ranks: int):
 
 def whole_checksums(model: MoEForCausalLM) -> dict[str, int]:
     """Collective."""
-    tensors = {name: whole(tensor.detach()) for name, tensor in model_tensors(model).items()}
+    tensors = whole(dict(model_tensors(model)))
     parts = {}
     for name, region in hf_regions({n: tuple(t.shape) for n, t in tensors.items()}).items():
         part = tensors[region.tensor][tuple(slice(a, a + n) for a, n in zip(region.start, region.size))]

@@ -155,7 +155,7 @@ def train(
     for loss in losses:
         loss.backward()
     found = {f"loss {microbatch}": loss.detach() for microbatch, loss in enumerate(losses)}
-    found |= {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    found |= whole({name: p.grad for name, p in model.named_parameters()})
     if implementation == "equipoise":
         (balancer,) = adapter._balancers.values()  # one for all layers
         records = balancer.take_records()
