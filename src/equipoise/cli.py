@@ -30,7 +30,7 @@ from equipoise.trace.command import HELP as TRACE_HELP
 from equipoise.trace.command import trace_model
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
-from equipoise.train.resolved import check_run_folder
+from equipoise.train.resolved import CHECKPOINTS, check_run_folder, removed_if_empty
 from equipoise.train.schema import Schema, read_schema
 from equipoise.train.stop import StopSignals
 
@@ -175,10 +175,10 @@ def _train(
     config = load_config(root, recipe, overrides, options=own_options)
     count, world_size = launch.choose_worker_count(nproc_per_node)
     _check_world(config, world_size)
+    joins = launch.has_launcher(os.environ)
+    made = not joins and (out is None or not out.exists())
     if out is None:
-        joins = launch.has_launcher(os.environ)
         out = _joined_run_dir(recipe, os.environ) if joins else _new_run_dir(recipe)
-    check_run_folder(out, resume, resume_step)
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]
     if resume_step is not None:
         options += ["--resume-step", str(resume_step)]
@@ -186,7 +186,11 @@ def _train(
     run = functools.partial(
         _run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume, typed, resume_step
     )
-    launch.start(count, [*command, "--typed", typed], run)
+    with removed_if_empty(out, made):
+        check_run_folder(out, resume, resume_step)
+        if not joins:
+            _check_start(config, count, out / CHECKPOINTS, resume_step)
+        launch.start(count, [*command, "--typed", typed], run)
 
 
 def _run_here(
@@ -205,6 +209,13 @@ def _check_world(config: Any, world_size: int) -> None:
     check = getattr(config, "check_world", None)
     if check is not None:
         check(world_size)
+
+
+def _check_start(config: Any, count: int, checkpoints: Path, resume_step: int | None) -> None:
+    """Let the configuration refuse what can be known before any worker starts."""
+    check = getattr(config, "check_start", None)
+    if check is not None:
+        check(count, checkpoints, resume_step)
 
 
 def _run_name(recipe: str | None) -> str:

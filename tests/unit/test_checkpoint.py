@@ -178,6 +178,24 @@ def test_another_model_is_refused_by_name_before_anything_changes(
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+def test_settings_that_change_the_weights_are_named_instead_of_tensors(tmp_path: Path) -> None:
+    saved = trained()
+    saved.config = {"model": {"num_experts": 8, "hidden_size": 64, "rope_theta": 1.0, "router_z_loss_coef": 0.0}}
+    path = save_checkpoint(tmp_path, saved, WORLD)
+    state = fresh(width=5)
+    state.config = {"model": {"num_experts": 16, "hidden_size": 64, "rope_theta": 2.0, "router_z_loss_coef": 0.1}}
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path, state, WORLD)
+    assert str(caught.value) == (
+        f"{path}: the checkpoint is of a model with other weights: model.num_experts: the checkpoint has 8, this run "
+        "has 16; model.rope_theta: the checkpoint has 1.0, this run has 2.0. No parameter was changed. Use the "
+        "settings of config.toml in the run folder, or choose another run folder with --out"
+    )
+    state.config["model"]["num_experts"] = 8  # then the settings do not explain it
+    with pytest.raises(CheckpointError, match=r"'embed\.weight' has shape \[4, 3\]"):
+        load_checkpoint(path, state, WORLD)
+
+
 def test_moments_that_are_missing_in_a_checkpoint_are_an_error(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, trained(0), WORLD)
     content = json.loads((path / layout.TRAIN_STATE).read_text())

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import equipoise
 from equipoise import cli, doctor, exit_codes
-from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.errors import ConfigError, DataError, EquipoiseError
 from equipoise.train.recipes import list_recipes
 from equipoise.train.stop import StoppedBySignal
 
@@ -39,6 +39,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
         calls.append({**call, "resume": resume, "resume_step": resume_step})
         if calls.error:
             raise calls.error
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "metrics.jsonl").touch()
 
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
@@ -201,6 +203,45 @@ def test_each_run_without_out_gets_a_new_folder(calls: Calls, tmp_path: Path) ->
     expected = [Path("runs/train"), Path("runs/train-2"), Path("runs/my"), Path("runs/old")]
     assert [call["out"] for call in calls] == expected
     assert all(call["out"].is_dir() for call in calls)
+
+
+def test_a_run_that_fails_before_it_kept_anything_leaves_no_folder(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls.error = EquipoiseError("no text")
+    Path("there").mkdir()
+    for more in ([], ["--out", "new"], ["--out", "there"]):
+        assert invoke("train", *DEFAULTS, *more).exit_code == 1
+    assert sorted(Path().rglob("*")) == [Path("runs"), Path("there")]
+    Path("runs/train").mkdir()  # of a run that has only just begun
+    assert invoke("train", *DEFAULTS).exit_code == 1
+    assert sorted(Path("runs").iterdir()) == [Path("runs/train")]
+
+    def launch(count: int, command: list[str]) -> None:
+        Path("new/checkpoints").mkdir(parents=True)
+        raise EquipoiseError("a worker failed")
+
+    monkeypatch.setattr(cli.launch, "launch", launch)
+    assert invoke("train", *DEFAULTS, "--out", "new", "--nproc-per-node", "2").exit_code == 1
+    assert Path("new/checkpoints").is_dir()
+
+
+def test_what_needs_no_workers_is_checked_before_any_is_started(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[tuple[Any, ...]] = []
+
+    def check_start(config: Any, *arguments: Any) -> None:
+        checked.append(arguments)
+        raise DataError("there is no text")
+
+    monkeypatch.setattr(sys.modules["equipoise.train.config"].TrainConfig, "check_start", check_start, raising=False)
+    monkeypatch.setattr(cli.launch, "launch", lambda count, command: pytest.fail("started"))
+    result = invoke("train", *DEFAULTS, "--out", "a", "--nproc-per-node", "2")
+    assert (result.exit_code, result.stderr) == (1, "Error: there is no text\n")
+    assert checked == [(2, Path("a/checkpoints"), None)]
+    assert not Path("a").exists()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert invoke("train", *DEFAULTS).exit_code == 0, "ranks of a launcher look together, once they have joined"
 
 
 def test_under_a_launcher_all_ranks_come_to_the_same_folder(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from equipoise.checkpoint.hf import export, open_source
+from equipoise.checkpoint.hf.folder import HFFolder
 from equipoise.checkpoint.hf.safetensors_file import SafetensorsReader
 from equipoise.errors import CheckpointError
 from unit.hf_toys import deepseek_model, hf_model, tensors_of
@@ -52,6 +53,18 @@ def refuse(folder: Path, *words: str) -> None:
     with pytest.raises(CheckpointError):
         export(open_source(folder), folder.parent / "native", "native")
     assert not (folder.parent / "native").exists()
+
+
+def test_a_model_of_other_sizes_is_told_by_its_settings(folder: Path) -> None:
+    source = open_source(folder)
+    source.close()
+    experts = source.config.num_experts
+    other = source.config.model_copy(update={"num_experts": 2 * experts, "rope_theta": 1.0})
+    with pytest.raises(CheckpointError) as caught:
+        HFFolder(folder, other)
+    told = f"model.num_experts: {folder / 'config.json'} has {experts}, this run has {2 * experts}. So '"
+    assert str(caught.value).startswith(told)
+    HFFolder(folder, source.config.model_copy(update={"rope_theta": 1.0})).close()
 
 
 def test_a_missing_shard(folder: Path) -> None:

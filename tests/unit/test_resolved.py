@@ -14,7 +14,7 @@ from toy_config import ToyConfig
 
 from equipoise.checkpoint import layout
 from equipoise.checkpoint.manifest import Manifest, describe_file, write_manifest
-from equipoise.errors import CheckpointError, ConfigError, EquipoiseError
+from equipoise.errors import CheckpointError, ConfigError, DataError, EquipoiseError
 from equipoise.train import resolved
 from equipoise.train.load import load_config, parse_config
 from equipoise.train.resolved import check_run_folder, hold_run_folder, save_resolved, to_toml
@@ -127,8 +127,22 @@ def test_a_run_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
             pass
         with hold_run_folder(tmp_path / "runs" / "other"):
             pass
-    with hold_run_folder(folder):  # free again, and nothing is left in it
+    with hold_run_folder(folder):  # free again, and nothing is in it
         assert not list(folder.iterdir())
+
+
+def test_a_run_that_fails_before_it_kept_anything_leaves_no_folder(tmp_path: Path) -> None:
+    new, kept, old = tmp_path / "runs" / "new", tmp_path / "kept", tmp_path / "old"
+    old.mkdir()
+    for folder in (new, kept, old):
+        with contextlib.suppress(DataError), hold_run_folder(folder):
+            assert folder.is_dir()
+            if folder == kept:
+                (folder / "config.toml").touch()
+            raise DataError("no text")
+    assert not new.exists()
+    assert list(kept.iterdir()) == [kept / "config.toml"]
+    assert old.is_dir()  # not this run's
 
 
 def test_a_file_in_place_of_the_run_folder_is_named(tmp_path: Path) -> None:

@@ -3,11 +3,10 @@
 import pytest
 
 from equipoise.errors import ConfigError
-from equipoise.models.config import TRAINING_ONLY, ModelConfig
+from equipoise.models.config import TRAINING_ONLY, ModelConfig, describe_changes, model_changes
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config
 from equipoise.train.schema import read_schema
-from equipoise.train.trainer import model_changes
 
 NUMBERS = [key for key, setting in read_schema(TrainConfig).settings.items() if "float" in setting.expected]
 
@@ -50,8 +49,10 @@ def test_what_torch_would_refuse_is_refused_with_its_key(key: str, value: str) -
 def test_a_resume_notices_settings_that_change_what_the_model_computes(changed: dict[str, object]) -> None:
     (name,) = changed
     saved = ModelConfig().model_dump(mode="json")
-    (message,) = model_changes(saved, ModelConfig.model_validate(changed))
-    assert message == f"model.{name} was {saved[name]} and is {changed[name]}"
+    found = model_changes(saved, ModelConfig.model_validate(changed).model_dump(mode="json"))
+    assert found == {name: (saved[name], changed[name])}
+    told = f"model.{name}: the checkpoint has {saved[name]}, this run has {changed[name]}"
+    assert describe_changes(found) == told
 
 
 def test_a_resume_may_change_how_a_model_is_trained_and_knows_fewer_settings() -> None:
@@ -60,4 +61,4 @@ def test_a_resume_may_change_how_a_model_is_trained_and_knows_fewer_settings() -
     assert {name for name in ModelConfig.model_fields if name.endswith("_coef")} <= TRAINING_ONLY
     for name in TRAINING_ONLY:
         saved[name] = "another"
-    assert model_changes(saved, ModelConfig(mlp_only_layers=(1,))) == []
+    assert model_changes(saved, ModelConfig(mlp_only_layers=(1,)).model_dump(mode="json")) == {}

@@ -44,6 +44,11 @@ def available_and_total(root: Path = _ROOT) -> tuple[int, int]:
     return min(available, total), total
 
 
+def swap(root: Path = _ROOT) -> int:
+    """Swap space of the machine, used or not; 0 where the platform does not tell."""
+    return _key_values(root / "proc/meminfo", scale=1024).get("SwapTotal", 0)
+
+
 def keep_freed() -> bool:
     """Makes this process keep memory that it frees for its next allocations; False where the C library cannot.
 

@@ -23,6 +23,7 @@ from equipoise.checkpoint.together import is_distributed, together, torch_checkp
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import World
 from equipoise.errors import CheckpointError
+from equipoise.models.config import OF_WEIGHTS, describe_changes, model_changes
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,26 @@ def refuse_existing(directory: Path, world: World) -> None:
     layout.refuse_any(directory, find_latest(directory, world))
 
 
+def saved_model(path: Path) -> dict[str, Any]:
+    """The model's settings that a complete checkpoint was saved with, as JSON; empty where it has none."""
+    config = json.loads((path / layout.TRAIN_STATE).read_text()).get("config", {})
+    return dict(config.get("model", {}))
+
+
+def other_model(path: Path, changes: dict[str, tuple[Any, Any]]) -> CheckpointError:
+    """The error of a checkpoint whose model differs from the run's in the settings `changes` (see `model_changes`)."""
+    if OF_WEIGHTS & changes.keys():
+        return CheckpointError(
+            f"{path}: the checkpoint is of a model with other weights: {describe_changes(changes)}. No parameter was "
+            "changed. Use the settings of config.toml in the run folder, or choose another run folder with --out"
+        )
+    return CheckpointError(
+        f"{path}: the checkpoint is of a model that computes something else: {describe_changes(changes)}. Use the "
+        "settings of config.toml in the run folder, choose another --out, or set --checkpoint.allow_other_model to go "
+        "on with the same weights"
+    )
+
+
 def load_checkpoint(path: Path, state: TrainingState, world: World) -> RestoredMeta:
     """Reads the checkpoint at `path` into `state.model` and `state.optimizer`, and restores random states.
 
@@ -122,7 +143,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: World) -> RestoredM
             saved = json.loads((path / layout.TRAIN_STATE).read_text())
             stored = _read_index(path)
             model = names.model_tensors(state.model)
-            names.check_model(model, stored[MODEL])
+            _check_model(path, model, stored[MODEL], saved["config"], state.config)
             moments = names.optimizer_targets(model, state.optimizer, stored[OPTIMIZER], saved["optimizer_stateless"])
             randoms = _rng_targets(stored[RNG], saved["world_size"], world)
         with torch_checkpoint(failure, remedy):
@@ -151,6 +172,23 @@ def load_checkpoint(path: Path, state: TrainingState, world: World) -> RestoredM
         world_size=saved["world_size"],
         rng_restored=rng_restored,
     )
+
+
+def _check_model(
+    path: Path,
+    model: dict[str, torch.Tensor],
+    stored: dict[str, Stored],
+    saved: dict[str, Any],
+    present: dict[str, Any],
+) -> None:
+    """As `tensors.check_model`; where the configurations say why tensors differ, they are named instead of these."""
+    try:
+        names.check_model(model, stored)
+    except CheckpointError as error:
+        changes = model_changes(saved.get("model", {}), present.get("model", {}))
+        if OF_WEIGHTS & changes.keys():
+            raise other_model(path, changes) from error
+        raise
 
 
 def _read_index(path: Path) -> dict[str, dict[str, Stored]]:

@@ -1,7 +1,8 @@
 """Conversations of a source: lists of messages from JSONL lines or Parquet rows, checked."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ TOOLS = "tools"
 """Field or column with the functions that the assistant may call: JSON schemas, or a text of JSON."""
 
 
-def read_conversations(config: DataConfig, report: SourceReport) -> Iterator[Conversation]:
+def read_conversations(config: DataConfig, report: SourceReport) -> Generator[Conversation, None, None]:
     """Each conversation of the source, at most `max_documents`, in order. Fills in `report` on the way.
 
     Raises:
@@ -37,6 +38,12 @@ def read_conversations(config: DataConfig, report: SourceReport) -> Iterator[Con
         raise DataError(
             f"data.source {config.source!r} has no conversations ({report.describe()}); give files that have some"
         )
+
+
+def check_conversations(config: DataConfig) -> None:
+    """Raises what `read_conversations` would up to the first conversation, and reads no further."""
+    with closing(read_conversations(config, SourceReport(config.source))) as conversations:
+        next(conversations, None)
 
 
 def _rows(path: Path, column: str, report: SourceReport) -> Iterator[tuple[dict[str, Any], str]]:

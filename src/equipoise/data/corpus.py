@@ -9,10 +9,10 @@ import numpy as np
 
 from equipoise.data.chat import load_template, tokenize_conversations
 from equipoise.data.config import DataConfig
-from equipoise.data.conversations import read_conversations
+from equipoise.data.conversations import check_conversations, read_conversations
 from equipoise.data.dataset import PackedDataset, RandomDataset, StreamDataset, TokenDataset
-from equipoise.data.sources import SourceReport, read_documents
-from equipoise.data.tokenizer import Tokenizer, load_tokenizer
+from equipoise.data.sources import SourceReport, check_documents, read_documents
+from equipoise.data.tokenizer import Tokenizer, asks_hub, load_tokenizer
 from equipoise.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,7 @@ def build_dataset(
     """
     if sequence_length < 1:
         raise DataError(f"sequence length {sequence_length}: expected at least 1")
-    tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
-    if vocab_size is not None and vocab_size < tokenizer.vocab_size and config.source != "random":
-        raise DataError(
-            f"model.vocab_size {vocab_size} is too small for the tokenizer {tokenizer.name}, which has "
-            f"{tokenizer.vocab_size} ids; set it to at least that"
-        )
+    tokenizer = _fitting_tokenizer(config, vocab_size)
     if config.source == "random":
         size = vocab_size or tokenizer.vocab_size
         train = RandomDataset(size, sequence_length, _RANDOM_TRAIN, seed)
@@ -105,6 +100,30 @@ def build_dataset(
         sequence_length,
     )
     return datasets
+
+
+def check_data(config: DataConfig, vocab_size: int) -> None:
+    """Raises what `build_dataset` would, as far as the tokenizer and the first document tell: for a process that
+    starts others, which read everything. The hub is not asked."""
+    tokenizer = None if asks_hub(config.tokenizer) else _fitting_tokenizer(config, vocab_size)
+    if tokenizer is not None and config.format == "chat":
+        load_template(config, tokenizer)
+    if config.source == "random" or config.source.startswith("hf://"):
+        return
+    if config.format == "chat":
+        check_conversations(config)
+    else:
+        check_documents(config)
+
+
+def _fitting_tokenizer(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+    tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size and config.source != "random":
+        raise DataError(
+            f"model.vocab_size {vocab_size} is too small for the tokenizer {tokenizer.name}, which has "
+            f"{tokenizer.vocab_size} ids; set it to at least that"
+        )
+    return tokenizer
 
 
 def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> TokenizedDocuments:

@@ -5,7 +5,8 @@ import logging
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ JSONL = {".jsonl", ".ndjson"}
 PARQUET = {".parquet"}
 _FOREIGN = {"site-packages", "dist-packages"}
 _LISTED = 8  # files named in an error
+_CHECKED_BYTES = 64 << 20  # a longer text is not read for `check_documents`
 
 
 @dataclass
@@ -53,7 +55,7 @@ class SourceReport:
             logger.log(level, "data.source %s: %d %s (first: %s)", self.source, count, what, self.first[what])
 
 
-def read_documents(config: DataConfig, report: SourceReport) -> Iterator[str]:
+def read_documents(config: DataConfig, report: SourceReport) -> Generator[str, None, None]:
     """Each document of the source that has text, at most `max_documents`, encodable as UTF-8.
 
     A text file is one document; a JSONL line and a Parquet row are one each. Fills in `report` on the way.
@@ -72,6 +74,21 @@ def read_documents(config: DataConfig, report: SourceReport) -> Iterator[str]:
                 return
     if report.num_documents == 0:
         raise DataError(f"data.source {config.source!r} has no text ({report.describe()}); give files that have some")
+
+
+def check_documents(config: DataConfig) -> None:
+    """Raises what `read_documents` would up to the first document, and reads no further; of a long text, which is one
+    document, whether it can be opened."""
+    first = next(iter(source_files(config)))
+    try:
+        is_long = first.suffix.lower() not in JSONL | PARQUET and first.stat().st_size > _CHECKED_BYTES
+        if is_long:
+            first.open("rb").close()
+            return
+    except OSError as error:
+        raise DataError(f"data.source: cannot read {first}: {error.strerror or error}") from error
+    with closing(read_documents(config, SourceReport(config.source))) as documents:
+        next(documents, None)
 
 
 def source_files(config: DataConfig) -> Iterator[Path]:

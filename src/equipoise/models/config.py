@@ -1,5 +1,6 @@
 """Architecture of a decoder-only MoE language model, with Hugging Face field names."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -21,6 +22,31 @@ TRAINING_ONLY = {
     "router_z_loss_coef",
 }
 """Settings of a model that say how it is trained, not what it computes."""
+
+OF_WEIGHTS = {
+    "attention_bias",
+    "decoder_sparse_step",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "kv_lora_rank",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "num_attention_heads",
+    "num_experts",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_nextn_predict_layers",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "selection_bias",
+    "tie_word_embeddings",
+    "v_head_dim",
+    "vocab_size",
+}
+"""Settings of a model that decide which tensors it has, and their shapes."""
 
 
 class ModelConfig(Config):
@@ -195,6 +221,26 @@ class ModelConfig(Config):
         )
 
     @property
+    def num_moe_layers(self) -> int:
+        """How many `moe_layers` there are; without listing them, since there may be any number."""
+        main, step = self.num_hidden_layers, self.decoder_sparse_step
+        dense = set(self.mlp_only_layers)
+        sparse = main // step - sum((i + 1) % step == 0 for i in dense)
+        last_is_sparse = main % step == 0 and main - 1 not in dense
+        return sparse + (self.num_nextn_predict_layers if last_is_sparse else 0)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights of all matrices of the model, without norms and biases."""
+        hidden, moe_layers, ahead = self.hidden_size, self.num_moe_layers, self.num_nextn_predict_layers
+        expert = 3 * hidden * self.moe_intermediate_size
+        moe = (self.num_experts + self.n_shared_experts) * expert + self.num_experts * hidden
+        dense = 3 * hidden * self.intermediate_size
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
+        layers = self.num_layers * self.attention_parameters + moe_layers * moe + (self.num_layers - moe_layers) * dense
+        return embeddings + layers + ahead * 2 * hidden**2
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the MoE layers, by the rule of transformers' Qwen3-MoE; those that predict further tokens are of
         the kind of the last layer before them."""
@@ -238,3 +284,20 @@ class ModelConfig(Config):
         from equipoise.models.families import family_of_type
 
         return cls(**family_of_type(hf.get("model_type")).read_config(hf))
+
+
+def model_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that decide what a model computes, by name, where the saved value and the present one differ.
+
+    Both are a `ModelConfig` as JSON. What was saved by an older version may lack settings.
+    """
+    return {
+        name: (saved[name], value)
+        for name, value in present.items()
+        if name in saved and saved[name] != value and name not in TRAINING_ONLY
+    }
+
+
+def describe_changes(changes: Mapping[str, tuple[Any, Any]], where: str = "the checkpoint") -> str:
+    """What `model_changes` found, for messages; `where` is what has the saved values."""
+    return "; ".join(f"model.{name}: {where} has {old}, this run has {new}" for name, (old, new) in changes.items())

@@ -1,6 +1,7 @@
 """The root of the configuration tree, and the checks that need more than one section."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -89,6 +90,13 @@ class TrainConfig(Config):
         """Raises ConfigError when these settings cannot run on `world_size` ranks; needs no process group."""
         plan_run(self, world_size)
         refuse_missing_packages(self.metrics)
+
+    def check_start(self, num_workers: int, checkpoints: Path, resume_step: int | None) -> None:
+        """Raises what `num_workers` ranks on this host would find out together, as far as that is known without
+        them: see `train/preflight.py`."""
+        from equipoise.train.preflight import check_start
+
+        check_start(self, num_workers, checkpoints, resume_step)
 
 
 @dataclass(frozen=True)

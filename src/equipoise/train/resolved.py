@@ -100,8 +100,20 @@ def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequ
 
 
 @contextlib.contextmanager
+def removed_if_empty(folder: Path, made: bool) -> Iterator[None]:
+    """Removes `folder` afterwards if nothing is in it, where this run `made` it: one that failed before it had
+    anything to keep leaves nothing."""
+    try:
+        yield
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # something is in it, or it was never made
+                folder.rmdir()
+
+
+@contextlib.contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Keeps `folder`, which it makes, for this run while entered; on one rank only.
+    """Keeps `folder`, which it makes, for this run while entered; on one rank only. Removes it again if it stays empty.
 
     Two runs in one folder would overwrite each other's checkpoints and mix their metrics. The system drops the lock
     however the process ends. Where the file system has no locks (some network ones) nothing is kept.
@@ -110,12 +122,13 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
         ConfigError: another run on this machine is using the folder, it holds files of somebody else that a run would
             replace, or it cannot be made.
     """
+    made = not folder.exists()
     _make_folder(folder)
     others = _refuse_files_of_others(folder)
     if others:
         listed = ", ".join(others[:_LISTED]) + (f" and {len(others) - _LISTED} more" if len(others) > _LISTED else "")
         logger.info("the run folder %s holds other files, which stay as they are: %s", folder, listed)
-    with _locked(folder):
+    with removed_if_empty(folder, made), _locked(folder):
         yield
 
 

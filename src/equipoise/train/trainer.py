@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from equipoise.checkpoint.hf.load import load_weights
 from equipoise.checkpoint.layout import WENT_BACK, refuse_unwritable, set_newer_aside, step_path
+from equipoise.checkpoint.resume import other_model
 from equipoise.checkpoint.sizes import in_words
 from equipoise.checkpoint.training import (
     CheckpointSaver,
@@ -28,12 +29,13 @@ from equipoise.distributed.mesh import build_meshes
 from equipoise.distributed.watch import bounded
 from equipoise.distributed.world import World
 from equipoise.errors import CheckpointError, NonFiniteLossError
-from equipoise.models.config import TRAINING_ONLY, ModelConfig
+from equipoise.models.config import model_changes
 from equipoise.models.parallelize import build_parallel_model
 from equipoise.observe.profiler import FOLDER as PROFILES
 from equipoise.observe.profiler import Profiler
 from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
+from equipoise.train.memory import refuse_too_large_together
 from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
 from equipoise.train.progress import ByteProgress
@@ -75,6 +77,7 @@ class Trainer:
         self.plan = plan_run(config, world.size)
         self.dtype = compute_dtype(config, world)
         self.meshes = build_meshes(self.plan.axes, world)
+        refuse_too_large_together(config, self.plan.axes, world)
         with world.operation("build the model", deadline_s=10 * world.timeout_s):
             self.model = build_parallel_model(
                 config.model,
@@ -390,13 +393,9 @@ class Trainer:
             self._load_pretrained()
             return
         restored = load_checkpoint(self.resumed_from, self._state(), self.world)
-        changes = model_changes(restored.config.get("model", {}), self.config.model)
+        changes = model_changes(restored.config.get("model", {}), self.config.model.model_dump(mode="json"))
         if changes and not self.config.checkpoint.allow_other_model:
-            raise CheckpointError(
-                f"{self.resumed_from}: the checkpoint is of a model that computes something else: "
-                f"{'; '.join(changes)}. Use the settings of config.toml in the run folder, choose another --out, or "
-                "set --checkpoint.allow_other_model to go on with the same weights"
-            )
+            raise other_model(self.resumed_from, changes)
         self.loader.load_state_dict(restored.loader)
         self.step, self.metrics_position = restored.step, restored.metrics_position
         self.saver.last_step = restored.step
@@ -408,16 +407,6 @@ class Trainer:
             with ByteProgress(f"load {folder.name}", shown=self.world.rank == 0) as progress:
                 num_bytes = load_weights(self.model, self.config.model, folder, self.world, progress)
             logger.info("loaded weights from %s: %s on this rank", folder, in_words(num_bytes))
-
-
-def model_changes(saved: Mapping[str, Any], present: ModelConfig) -> list[str]:
-    """Settings that change what the model computes, where they are not those that were saved."""
-    now = present.model_dump(mode="json")
-    return [
-        f"model.{name} was {saved[name]} and is {value}"
-        for name, value in now.items()
-        if name in saved and saved[name] != value and name not in TRAINING_ONLY
-    ]
 
 
 def compute_dtype(config: TrainConfig, world: World) -> torch.dtype:

@@ -18,7 +18,7 @@ from equipoise.checkpoint.hf.mapping import HFMapping
 from equipoise.checkpoint.hf.quantization import declared_form
 from equipoise.checkpoint.hf.safetensors_file import Entry, SafetensorsReader
 from equipoise.errors import CheckpointError
-from equipoise.models.config import ModelConfig
+from equipoise.models.config import OF_WEIGHTS, ModelConfig, describe_changes, model_changes
 from equipoise.models.families import NATIVE, ExpertLayout, Family, family_of_type
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,13 @@ class HFFolder:
                 continue
             if entry.shape != shape:
                 problems.append(f"{key!r} in {where} has shape {list(entry.shape)}; expected {list(shape)}")
-        _raise_for(problems)
+        _raise_for(problems, self._other_settings(own))
+
+    def _other_settings(self, own: ModelConfig) -> str:
+        """Where the model to be filled is another than that of the folder: the settings, as the begin of a message."""
+        changes = model_changes(own.model_dump(mode="json"), self.config.model_dump(mode="json"))
+        changes = {name: values for name, values in changes.items() if name in OF_WEIGHTS}
+        return f"{describe_changes(changes, str(self.path / CONFIG))}. So " if changes else ""
 
     def _is_ignored(self, key: str, own: ModelConfig) -> bool:
         """Buffers that old files have, and layers of the folder's model that the model to be filled goes without."""
@@ -262,7 +268,7 @@ class HFFolder:
         self._opened.close()
 
 
-def _raise_for(problems: list[str]) -> None:
+def _raise_for(problems: list[str], why: str = "") -> None:
     if problems:
         more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        raise CheckpointError("; ".join(problems[:_LISTED]) + more + ". Nothing was changed")
+        raise CheckpointError(why + "; ".join(problems[:_LISTED]) + more + ". Nothing was changed")

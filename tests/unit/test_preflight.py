@@ -1,0 +1,156 @@
+"""Mistakes that are told before any worker is started, in the words of those who would find them later."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from equipoise.checkpoint import layout
+from equipoise.checkpoint.manifest import Manifest, describe_file, write_manifest
+from equipoise.data import DataConfig, build_dataset, hub, sources
+from equipoise.data.corpus import check_data
+from equipoise.errors import CheckpointError, ConfigError, DataError
+from equipoise.models.config import ModelConfig
+from equipoise.train import preflight
+from equipoise.train.config import TrainConfig
+
+NO_CHECKPOINTS = Path("nowhere")
+CHAT = {"format": "chat", "packing": "documents", "tokenizer": "bytes"}
+TURNS = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+
+
+def written(name: str, text: str | bytes = "") -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return folder / name
+
+    return write
+
+
+def parquet(folder: Path) -> Path:
+    pq.write_table(pa.table({"id": [1]}), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], int]] = {
+    "missing": (lambda folder: folder / "missing", {}, 257),
+    "empty": (written("a.txt"), {}, 257),
+    "empty folder": (lambda folder: folder, {}, 257),
+    "binary": (written("a.gz", b"\x1f\x8b\0"), {}, 257),
+    "column": (written("a.jsonl", '{"body": "x"}\n'), {}, 257),
+    "type": (written("a.jsonl", '{"text": 1}\n'), {}, 257),
+    "no JSON": (written("a.jsonl", "{"), {}, 257),
+    "parquet column": (parquet, {}, 257),
+    "no parquet": (written("a.parquet", "x"), {}, 257),
+    "include": (written("a.txt", "x"), {"include": "*.md"}, 257),
+    "tokenizer": (written("a.txt", "x"), {"tokenizer": "./missing/tokenizer.json"}, 257),
+    "end token": (written("a.txt", "x"), {"eos_token": "</s>"}, 257),
+    "vocabulary": (written("a.txt", "x"), {}, 256),
+    "messages": (written("a.jsonl", '{"text": "x"}\n'), {**CHAT, "chat_template": "template"}, 257),
+    "turn": (written("a.jsonl", '{"messages": [{"role": 1}]}\n'), {**CHAT, "chat_template": "template"}, 257),
+    "template": (written("a.jsonl", f'{{"messages": {TURNS}}}\n'), CHAT, 257),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_in_the_data_is_told_as_by_those_who_read_it_all(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, settings, vocab_size = MISTAKES[case]
+    data = tmp_path / "data"
+    data.mkdir()
+    source = make(data)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "template").write_text("{{ messages }}")
+    config = DataConfig(source=str(source), **settings)
+    with pytest.raises(DataError) as wanted:
+        build_dataset(config, 4, vocab_size=vocab_size)
+    with pytest.raises(DataError) as found:
+        check_data(config, vocab_size)
+    assert str(found.value) == str(wanted.value)
+
+
+@pytest.mark.parametrize("source", ["stdlib", "random", "hf://owner/name"])
+def test_sources_without_a_mistake_pass_and_the_hub_is_not_asked(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_call", lambda *arguments, **options: pytest.fail("asked"))
+    check_data(DataConfig(source=source, tokenizer="owner/name"), 1)
+    check_data(DataConfig(source=source), 257)
+
+
+def test_nothing_is_read_beyond_the_first_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\nno JSON\n')
+    check_data(DataConfig(source=str(tmp_path / "a.jsonl")), 257)
+    (tmp_path / "b.jsonl").write_text(f'{{"messages": {TURNS}}}\nno JSON\n')
+    (tmp_path / "template").write_text("{{ messages }}")
+    chat = DataConfig(source=str(tmp_path / "b.jsonl"), **CHAT, chat_template=str(tmp_path / "template"))
+    check_data(chat, 257)
+    monkeypatch.setattr(sources, "_CHECKED_BYTES", 2)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("read"))
+    (tmp_path / "long.txt").write_text("abc")
+    check_data(DataConfig(source=str(tmp_path / "long.txt")), 257)
+
+
+def save(checkpoints: Path, step: int, model: ModelConfig, went_back: int | None = None) -> None:
+    path = layout.step_path(checkpoints, step)
+    path.mkdir(parents=True)
+    state = {"config": {"model": model.model_dump(mode="json")}, "extra": {"resume_step": went_back}}
+    (path / layout.TRAIN_STATE).write_text(json.dumps(state))
+    write_manifest(path, Manifest(step, 1, {file.name: describe_file(file) for file in path.iterdir()}))
+
+
+def start(
+    checkpoints: Path = NO_CHECKPOINTS, resume_step: int | None = None, workers: int = 1, **sections: Any
+) -> None:
+    TrainConfig.model_validate(sections).check_start(workers, checkpoints, resume_step)
+
+
+def test_a_checkpoint_of_another_model_is_told_by_its_settings(tmp_path: Path) -> None:
+    save(tmp_path, 2, ModelConfig())
+    start(tmp_path)
+    start(tmp_path, model={"router_aux_loss_coef": 0.5})
+    with pytest.raises(CheckpointError) as caught:
+        start(tmp_path, model={"num_experts": 16, "hidden_size": 128})
+    assert str(caught.value).startswith(
+        f"{tmp_path}/step-00000002: the checkpoint is of a model with other weights: model.hidden_size: the checkpoint "
+        "has 256, this run has 128; model.num_experts: the checkpoint has 8, this run has 16. "
+    )
+    with pytest.raises(CheckpointError, match=r"computes something else: model\.rope_theta: .*allow_other_model"):
+        start(tmp_path, model={"rope_theta": 2.0})
+    start(tmp_path, model={"rope_theta": 2.0}, checkpoint={"allow_other_model": True})
+
+
+def test_a_run_is_refused_only_if_no_checkpoint_that_it_may_take_is_of_its_model(tmp_path: Path) -> None:
+    """Whether the newest is damaged is found out by all ranks; then an older one is taken."""
+    save(tmp_path, 2, ModelConfig())
+    save(tmp_path, 4, ModelConfig(rope_theta=2.0))
+    start(tmp_path)
+    start(tmp_path, 2)
+    start(tmp_path, 4, model={"rope_theta": 2.0})
+    for step, theta in ((4, 10000.0), (2, 2.0), (None, 3.0)):
+        with pytest.raises(CheckpointError, match="rope_theta"):
+            start(tmp_path, step, model={"rope_theta": theta})
+    save(tmp_path, 6, ModelConfig(rope_theta=5.0), went_back=1)  # the step it went back to may be deleted by then
+    start(tmp_path, 1, model={"rope_theta": 5.0})
+
+
+def test_a_model_too_large_for_the_host_is_refused_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask a GPU would take memory of it; its workers look."""
+    for kind in ("cpu", "cuda"):
+        device = SimpleNamespace(device_type=kind, name=kind, memory=lambda: SimpleNamespace(total=1 << 20))
+        monkeypatch.setattr(preflight, "get_accelerator", lambda: device)  # noqa: B023
+        if kind == "cuda":
+            start(model={"hidden_size": 10**9})
+        else:
+            with pytest.raises(ConfigError, match="too large for the memory"):
+                start(model={"hidden_size": 10**9})
+
+
+def test_a_single_process_reads_its_data_once() -> None:
+    start(data={"source": "missing"})
+    with pytest.raises(DataError, match="'missing' does not exist"):
+        start(data={"source": "missing"}, workers=2)
