@@ -75,11 +75,24 @@ def test_a_mistake_in_the_data_is_told_as_by_those_who_read_it_all(
     assert str(found.value) == str(wanted.value)
 
 
-@pytest.mark.parametrize("source", ["stdlib", "random", "hf://owner/name"])
-def test_sources_without_a_mistake_pass_and_the_hub_is_not_asked(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_call", lambda *arguments, **options: pytest.fail("asked"))
-    check_data(DataConfig(source=source, tokenizer="owner/name"), 1)
-    check_data(DataConfig(source=source), 257)
+@pytest.mark.parametrize(("source", "vocab_size"), [("stdlib", 257), ("random", 5)])
+def test_sources_without_a_mistake_pass(source: str, vocab_size: int) -> None:
+    check_data(DataConfig(source=source), vocab_size)
+
+
+def test_only_the_first_file_of_a_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def call(function: str, what: str, repo: str, name: str = "", **options: Any) -> Any:
+        if function == "list_repo_files":
+            return ["a.txt", "b.txt"]
+        asked.append(name)
+        (tmp_path / name).write_text("x")
+        return tmp_path / name
+
+    monkeypatch.setattr(hub, "_call", call)
+    check_data(DataConfig(source="hf://owner/name"), 257)
+    assert asked == ["a.txt"]
 
 
 def test_nothing_is_read_beyond_the_first_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

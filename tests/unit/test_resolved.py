@@ -17,7 +17,7 @@ from equipoise.checkpoint.manifest import Manifest, describe_file, write_manifes
 from equipoise.errors import CheckpointError, ConfigError, DataError, EquipoiseError
 from equipoise.train import resolved
 from equipoise.train.load import load_config, parse_config
-from equipoise.train.resolved import check_run_folder, hold_run_folder, save_resolved, to_toml
+from equipoise.train.resolved import check_run_folder, hold_run_folder, removed_if_empty, save_resolved, to_toml
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 numbers = st.floats(allow_nan=False, allow_infinity=False)  # settings refuse what JSON cannot hold
@@ -143,6 +143,13 @@ def test_a_run_that_fails_before_it_kept_anything_leaves_no_folder(tmp_path: Pat
     assert not new.exists()
     assert list(kept.iterdir()) == [kept / "config.toml"]
     assert old.is_dir()  # not this run's
+    with removed_if_empty(old, made=True), hold_run_folder(old):
+        pass
+    assert not old.exists()
+    with hold_run_folder(new):
+        with removed_if_empty(new, made=True):
+            pass
+        assert new.is_dir()  # another run has it by now
 
 
 def test_a_file_in_place_of_the_run_folder_is_named(tmp_path: Path) -> None:

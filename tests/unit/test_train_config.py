@@ -1,9 +1,13 @@
 """Values of the training settings that would fail late, or never, are refused before a run starts."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from equipoise.errors import ConfigError
+from equipoise.errors import CheckpointError, ConfigError
 from equipoise.models.config import TRAINING_ONLY, ModelConfig, describe_changes, model_changes
+from equipoise.train import trainer
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config
 from equipoise.train.schema import read_schema
@@ -53,6 +57,25 @@ def test_a_resume_notices_settings_that_change_what_the_model_computes(changed: 
     assert found == {name: (saved[name], changed[name])}
     told = f"model.{name}: the checkpoint has {saved[name]}, this run has {changed[name]}"
     assert describe_changes(found) == told
+
+
+def test_ranks_that_resume_refuse_another_model_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Under a launcher nobody has looked before."""
+    resumed = object.__new__(trainer.Trainer)
+    resumed.world, resumed.run_dir = None, tmp_path
+    saved = SimpleNamespace(config=TrainConfig().model_dump(mode="json"), loader={"position": 3})
+    monkeypatch.setattr(resumed, "_state", lambda: None)
+    monkeypatch.setattr(trainer, "choose_checkpoint", lambda *arguments: tmp_path / "step-00000002")
+    monkeypatch.setattr(trainer, "load_checkpoint", lambda *arguments: saved)
+    resumed.config = TrainConfig.model_validate({"model": {"rope_theta": 2.0}})
+    with pytest.raises(CheckpointError, match=r"something else: model\.rope_theta: the checkpoint has 10000\.0"):
+        resumed.restore(resume=True)
+    taken: list[dict[str, int]] = []
+    resumed.loader = SimpleNamespace(load_state_dict=taken.append)
+    resumed.config = TrainConfig()
+    with pytest.raises(AttributeError, match="step"):  # further than this the stand-in does not go
+        resumed.restore(resume=True)
+    assert taken == [{"position": 3}]
 
 
 def test_a_resume_may_change_how_a_model_is_trained_and_knows_fewer_settings() -> None:

@@ -12,7 +12,7 @@ from equipoise.data.config import DataConfig
 from equipoise.data.conversations import check_conversations, read_conversations
 from equipoise.data.dataset import PackedDataset, RandomDataset, StreamDataset, TokenDataset
 from equipoise.data.sources import SourceReport, check_documents, read_documents
-from equipoise.data.tokenizer import Tokenizer, asks_hub, load_tokenizer
+from equipoise.data.tokenizer import Tokenizer, load_tokenizer
 from equipoise.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -104,15 +104,12 @@ def build_dataset(
 
 def check_data(config: DataConfig, vocab_size: int) -> None:
     """Raises what `build_dataset` would, as far as the tokenizer and the first document tell: for a process that
-    starts others, which read everything. The hub is not asked."""
-    tokenizer = None if asks_hub(config.tokenizer) else _fitting_tokenizer(config, vocab_size)
-    if tokenizer is not None and config.format == "chat":
-        load_template(config, tokenizer)
-    if config.source == "random" or config.source.startswith("hf://"):
-        return
+    starts others, which read everything. What the hub has of both is downloaded here, once."""
+    tokenizer = _fitting_tokenizer(config, vocab_size)
     if config.format == "chat":
+        load_template(config, tokenizer)
         check_conversations(config)
-    else:
+    elif config.source != "random":
         check_documents(config)
 
 

@@ -5,9 +5,10 @@ import logging
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,18 @@ class SourceReport:
             logger.log(level, "data.source %s: %d %s (first: %s)", self.source, count, what, self.first[what])
 
 
-def read_documents(config: DataConfig, report: SourceReport) -> Generator[str, None, None]:
+def read_documents(config: DataConfig, report: SourceReport) -> Iterator[str]:
     """Each document of the source that has text, at most `max_documents`, encodable as UTF-8.
 
     A text file is one document; a JSONL line and a Parquet row are one each. Fills in `report` on the way.
     Raises `DataError` for a missing path, an unreadable or malformed file, a missing column, or no text at
     all.
     """
-    for path in source_files(config):
+    yield from _documents(source_files(config), config, report)
+
+
+def _documents(files: Iterable[Path], config: DataConfig, report: SourceReport) -> Generator[str, None, None]:
+    for path in files:
         for text, where in _read_file(path, config, report):
             if not text:
                 report.note("empty documents were skipped", where)
@@ -79,7 +84,8 @@ def read_documents(config: DataConfig, report: SourceReport) -> Generator[str, N
 def check_documents(config: DataConfig) -> None:
     """Raises what `read_documents` would up to the first document, and reads no further; of a long text, which is one
     document, whether it can be opened."""
-    first = next(iter(source_files(config)))
+    files = source_files(config)
+    first = next(files)
     try:
         is_long = first.suffix.lower() not in JSONL | PARQUET and first.stat().st_size > _CHECKED_BYTES
         if is_long:
@@ -87,7 +93,7 @@ def check_documents(config: DataConfig) -> None:
             return
     except OSError as error:
         raise DataError(f"data.source: cannot read {first}: {error.strerror or error}") from error
-    with closing(read_documents(config, SourceReport(config.source))) as documents:
+    with closing(_documents(chain([first], files), config, SourceReport(config.source))) as documents:
         next(documents, None)
 
 

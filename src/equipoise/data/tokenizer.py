@@ -156,12 +156,6 @@ class JsonTokenizer:
         return self._vocab[eos_token]
 
 
-def asks_hub(spec: str) -> bool:
-    """Whether `load_tokenizer` would ask the hub for this `data.tokenizer`."""
-    is_misspelt = "/" not in spec and difflib.get_close_matches(spec, ["bytes"])  # "bytes" itself too
-    return not Path(spec).expanduser().exists() and is_hub_id(spec) and not is_misspelt
-
-
 def load_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
     """The tokenizer of `data.tokenizer`: `bytes`, a `tokenizer.json`, a folder that holds one, or a hub id.
 

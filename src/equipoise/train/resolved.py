@@ -101,13 +101,13 @@ def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequ
 
 @contextlib.contextmanager
 def removed_if_empty(folder: Path, made: bool) -> Iterator[None]:
-    """Removes `folder` afterwards if nothing is in it, where this run `made` it: one that failed before it had
-    anything to keep leaves nothing."""
+    """Removes `folder` afterwards if nothing is in it, where this run `made` it and no other holds it: a run that
+    failed before it had anything to keep leaves nothing."""
     try:
         yield
     finally:
         if made:
-            with contextlib.suppress(OSError):  # something is in it, or it was never made
+            with contextlib.suppress(OSError, ConfigError), _locked(folder):  # something is in it, or it was never made
                 folder.rmdir()
 
 
