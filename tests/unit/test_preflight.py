@@ -149,6 +149,9 @@ def test_a_run_is_refused_only_if_no_checkpoint_that_it_may_take_is_of_its_model
             start(tmp_path, step, model={"rope_theta": theta})
     save(tmp_path, 6, ModelConfig(rope_theta=5.0), went_back=1)  # the step it went back to may be deleted by then
     start(tmp_path, 1, model={"rope_theta": 5.0})
+    state = layout.step_path(tmp_path, 6) / layout.TRAIN_STATE
+    state.write_text(state.read_text().replace("}", "]"))  # of the same size, so it counts as complete
+    start(tmp_path, model={"rope_theta": 7.0})
 
 
 def test_a_model_too_large_for_the_host_is_refused_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def refuse_too_large(config: TrainConfig, axes: AxisSizes, memory: Sequence[int]
 
     Args:
         memory: bytes of each rank, by `device_memory`; nothing is refused if one is 0.
-        device: name of the accelerator.
+        device: type of the device.
     """
     on_host = config.optimizer.offload and device != "cpu"
     bytes_each = WEIGHT_AND_GRADIENT + (0 if on_host else MOMENTS)
@@ -69,4 +69,4 @@ def _remedies(axes: AxisSizes, ranks: int, device: str, on_host: bool) -> Iterat
 def refuse_too_large_together(config: TrainConfig, axes: AxisSizes, world: World) -> None:
     """As `refuse_too_large`, with the memory of all ranks, on all ranks. Collective."""
     memory = gather_json(device_memory(world.accelerator, world.local_size), world)
-    refuse_too_large(config, axes, memory, world.accelerator.name)
+    refuse_too_large(config, axes, memory, world.accelerator.device_type)

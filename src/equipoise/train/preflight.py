@@ -22,7 +22,7 @@ def check_start(config: TrainConfig, num_workers: int, checkpoints: Path, resume
     accelerator = get_accelerator()
     if accelerator.device_type == "cpu":
         memory = [device_memory(accelerator, num_workers)] * num_workers
-        refuse_too_large(config, plan_run(config, num_workers).axes, memory, accelerator.name)
+        refuse_too_large(config, plan_run(config, num_workers).axes, memory, accelerator.device_type)
     if not config.checkpoint.allow_other_model:
         check_saved_model(config, checkpoints, resume_step)
     if num_workers > 1:  # a single one reads its data at once
@@ -35,6 +35,9 @@ def check_saved_model(config: TrainConfig, checkpoints: Path, resume_step: int |
     if resume_step is not None and not (folders and layout.was_trained_since(folders[-1], resume_step)):
         folders = [folder for folder in folders if layout.step_of(folder) == resume_step]
     present = config.model.model_dump(mode="json")
-    changes = [model_changes(saved_model(folder), present) for folder in folders]
+    try:
+        changes = [model_changes(saved_model(folder), present) for folder in folders]
+    except (OSError, ValueError):  # damaged: told by those who compare checksums
+        return
     if changes and all(changes):
         raise other_model(folders[-1], changes[-1])
