@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
         if calls.error:
             raise calls.error
         out.mkdir(parents=True, exist_ok=True)
-        (out / "metrics.jsonl").touch()
+        (out / "kept").touch()
 
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
