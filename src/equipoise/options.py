@@ -67,15 +67,6 @@ def _try_parent(path: Path) -> None:
         ) from error
 
 
-def free_name(path: Path) -> Path:
-    """The first of NAME.json, NAME-2.json, ... that is not there."""
-    number, found = 1, path
-    while found.exists():
-        number += 1
-        found = path.with_stem(f"{path.stem}-{number}")
-    return found
-
-
 Replace = Annotated[bool, typer.Option("--replace", help="Write over the file of --out if it is there.")]
 NprocPerNode = Annotated[
     int | None,

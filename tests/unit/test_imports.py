@@ -8,7 +8,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src" / "equipoise"
 # Lower layers first. Packages in one tuple are neighbours and may not import each other.
 LAYERS: list[tuple[str, ...]] = [
-    ("config", "errors"),
+    ("config", "errors", "files"),
     ("balance_config",),
     ("accelerator", "kernels"),
     ("distributed",),

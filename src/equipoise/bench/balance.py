@@ -11,7 +11,8 @@ from equipoise import launch
 from equipoise.bench.group import bench
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, check_out, free_name, option_names
+from equipoise.files import free_name
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, check_out, option_names
 from equipoise.train.load import load_config, split_recipe
 
 if TYPE_CHECKING:

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from equipoise.files import written_whole
+
 SOURCE = Path(__file__).resolve().parents[3]
 """Root of the source checkout, when the package runs from one."""
 
@@ -83,9 +85,8 @@ def write_results(
         "summary": dict(summary),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
+    with written_whole(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n")
     return path
 
 

@@ -7,7 +7,6 @@ The profiler exists only while a window is open. So steps outside cost nothing, 
 import gzip
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch.profiler import ProfilerActivity, record_function
 from equipoise.accelerator import Accelerator
 from equipoise.config import Config
 from equipoise.errors import ConfigError
+from equipoise.files import written_whole
 from equipoise.observe.profile_summary import STEP, render_summary, summarize_trace
 
 logger = logging.getLogger(__name__)
@@ -169,17 +169,18 @@ class Profiler:
             self.folder.mkdir(parents=True, exist_ok=True)
             stem = self._free_stem(f"steps-{steps[0]}-{steps[-1]}.rank-{self.rank}")
             if self._has_history:
-                partial = self.folder / f"{stem}.memory.pickle.tmp"
-                self.accelerator.dump_memory_snapshot(partial)
-                os.replace(partial, self.folder / f"{stem}.memory.pickle")
+                with written_whole(self.folder / f"{stem}.memory.pickle") as partial:
+                    self.accelerator.dump_memory_snapshot(partial)
             plain = self.folder / f"{stem}.trace.json.tmp"
             profile.export_chrome_trace(str(plain))
             del profile
             self._summarize(plain, stem)
-            packed = self.folder / f"{stem}.trace.json.gz.tmp"
-            with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
+            with (
+                written_whole(self.folder / f"{stem}.trace.json.gz") as packed,
+                open(plain, "rb") as source,
+                gzip.open(packed, "wb", compresslevel=3) as target,
+            ):
                 shutil.copyfileobj(source, target)
-            os.replace(packed, self.folder / f"{stem}.trace.json.gz")
             plain.unlink()
         except OSError as error:  # the run matters more than its profile
             logger.warning("no profile of steps %s in %s: %s", steps, self.folder, error.strerror or error)
@@ -193,9 +194,8 @@ class Profiler:
         summary = summarize_trace(json.loads(trace.read_bytes()))
         text = render_summary(summary)
         for suffix, content in (("txt", text), ("json", json.dumps(summary.to_json(), indent=1) + "\n")):
-            partial = self.folder / f"{stem}.summary.{suffix}.tmp"
-            partial.write_text(content)
-            os.replace(partial, self.folder / f"{stem}.summary.{suffix}")
+            with written_whole(self.folder / f"{stem}.summary.{suffix}") as partial:
+                partial.write_text(content)
         logger.info("profile of %s in %s\n%s", stem.replace(".", ", "), self.folder, text)
 
     def _free_stem(self, stem: str) -> str:

@@ -4,7 +4,6 @@ A file is written beside its place and renamed, so whatever has a name can be re
 run loses is the part since the last file: at most some seconds, or 2 % of the run.
 """
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from equipoise.errors import TraceError
+from equipoise.files import TEMPORARY, free_name, written_whole
 from equipoise.observe.schema import LAYERS, SCHEMAS, SEQUENCES, TraceInfo, read_info
 from equipoise.observe.tables import LayerRows, schema_with, sequences_batch
 
@@ -25,7 +25,6 @@ ROW_GROUP_ROWS = 1024
 FIRST_WAIT_S, WAIT_SHARE = 10.0, 0.02
 """A file is written when the last one is so old, in seconds and as a share of the run: files stay few however long it
 is."""
-TEMPORARY = ".tmp"
 
 
 class TraceWriter:
@@ -111,9 +110,8 @@ def write_file(path: Path, table: pa.Table) -> None:
     Raises:
         TraceError: the system refuses; names the path and the reason.
     """
-    partial = path.with_name(path.name + TEMPORARY)
     try:
-        with open(partial, "wb") as file:
+        with written_whole(path) as partial, open(partial, "wb") as file:
             pq.write_table(
                 table,
                 file,
@@ -122,11 +120,7 @@ def write_file(path: Path, table: pa.Table) -> None:
                 compression_level=1,
                 use_dictionary=False,
             )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise _refused(path, error) from error
 
 
@@ -152,7 +146,7 @@ def prepare_folder(directory: Path, info: TraceInfo, resumed_step: int) -> None:
         if not files:
             return
         if resumed_step == 0 or not all(_continues(path, info) for path in files):
-            directory.rename(_free_name(directory))
+            directory.rename(free_name(directory.with_name(f"{directory.name}-previous")))
             return
         for path in files:
             _cut(path, resumed_step)
@@ -165,14 +159,6 @@ def _continues(path: Path, info: TraceInfo) -> bool:
         return read_info(pq.read_metadata(path).metadata, str(path))[1] == info
     except (TraceError, pa.ArrowException):
         return False
-
-
-def _free_name(directory: Path) -> Path:
-    base = directory.with_name(f"{directory.name}-previous")
-    number = 1
-    while (path := base if number == 1 else base.with_name(f"{base.name}-{number}")).exists():
-        number += 1
-    return path
 
 
 def _cut(path: Path, last_step: int) -> None:

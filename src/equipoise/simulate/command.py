@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.files import written_whole
 from equipoise.observe.reader import Trace, open_trace
 from equipoise.simulate.assumptions import TOKENS_PER_RANK, TRACED, turning_point
 from equipoise.simulate.hardware import ExpertSize, Hardware, expert_size, load_hardware
@@ -155,10 +156,8 @@ def write_json(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) ->
     """The rows as a results file (the form of `bench`)."""
     import json
 
-    partial = path.with_name(path.name + ".tmp")
     try:
-        partial.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-        partial.replace(path)
+        with written_whole(path) as partial:
+            partial.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise EquipoiseError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error

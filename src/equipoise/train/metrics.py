@@ -19,6 +19,7 @@ from pydantic import Field
 
 from equipoise.config import Config
 from equipoise.errors import ConfigError
+from equipoise.files import free_name, written_whole
 from equipoise.train.resolved import writing
 
 FILE_NAME = "metrics.jsonl"
@@ -94,7 +95,7 @@ class MetricsWriter:
             if resumed_step > 0:
                 self._last_step = cut_after(self.path, resumed_step)
             elif self.path.exists() and self.path.stat().st_size > 0:
-                self.path.rename(_free_name(directory))
+                self.path.rename(free_name(directory / PREVIOUS_NAME))
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     @property
@@ -155,15 +156,6 @@ def _write_whole(file: FileIO, data: bytes) -> None:
         data = data[file.write(data) :]
 
 
-def _free_name(directory: Path) -> Path:
-    """The first of metrics.previous.jsonl, metrics.previous-2.jsonl, ... that is not there."""
-    number, path = 1, directory / PREVIOUS_NAME
-    while path.exists():
-        number += 1
-        path = (directory / PREVIOUS_NAME).with_stem(f"{Path(PREVIOUS_NAME).stem}-{number}")
-    return path
-
-
 def cut_after(path: Path, step: int) -> int:
     """Removes lines of later steps from a metrics file, and what a killed run left of a line. No file is no
     error.
@@ -182,12 +174,8 @@ def cut_after(path: Path, step: int) -> int:
         if line.endswith(b"\n") and last < line_step <= step:
             kept.append(line)
             last = line_step
-    partial = path.with_name(path.name + ".tmp")
-    with open(partial, "wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with written_whole(path) as partial:
+        partial.write_bytes(b"".join(kept))
     return last
 
 

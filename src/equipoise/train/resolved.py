@@ -20,6 +20,7 @@ from pydantic import BaseModel
 import equipoise
 from equipoise.checkpoint import layout
 from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.files import written_whole
 from equipoise.train.schema import Schema, read_schema, spell
 from equipoise.train.values import parse_value
 
@@ -95,8 +96,9 @@ def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequ
     header = _HEADER.format(file=shlex.quote(str(folder / CONFIG_FILE)))
     resolved, described = header + to_toml(config), json.dumps(describe_run(argv, typed), indent=2) + "\n"
     with writing(folder):
-        write_replacing(folder / CONFIG_FILE, resolved)
-        write_replacing(folder / RUN_FILE, described)
+        for name, text in ((CONFIG_FILE, resolved), (RUN_FILE, described)):
+            with written_whole(folder / name) as partial:
+                partial.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -268,13 +270,3 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write {path}: {error.strerror or error}; check space and permissions, or choose another run "
             "folder with --out DIR"
         ) from error
-
-
-def write_replacing(path: Path, text: str) -> None:
-    """Write `text` to `path` through a temporary file beside it, flushed to disk before the rename."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -1,12 +1,11 @@
 """One HTML file with everything that a viewer shows of some runs, to hand on."""
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.files import written_whole
 from equipoise.observe.view.page import whole_page
 from equipoise.observe.view.runs import Runs
 
@@ -46,14 +45,11 @@ def export(runs: Runs, path: Path) -> int:
     if path.exists():
         raise ConfigError(f"{path} is there already; remove it, or choose another --export FILE.html")
     content = whole_page(exported_data(runs)).encode()
-    partial = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        os.replace(partial, path)
+        with written_whole(path) as partial:
+            partial.write_bytes(content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise EquipoiseError(
             f"cannot write {path}: {error.strerror or error}; choose another --export FILE.html"
         ) from error

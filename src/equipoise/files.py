@@ -1,0 +1,36 @@
+"""Files that are written whole or not at all, and names that are free."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+TEMPORARY = ".tmp"
+"""What the name of a file ends with while it is written."""
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Inside, `path` with `TEMPORARY` behind its name, to write a file there; it then takes the place of `path`.
+
+    Its content is on the disk before it does. If the body raises, `path` stays as it was and nothing is left beside it.
+    """
+    partial = path.with_name(path.name + TEMPORARY)
+    try:
+        yield partial
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def free_name(path: Path) -> Path:
+    """The first of NAME.json, NAME-2.json, NAME-3.json, ... that is not there."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_stem(f"{path.stem}-{number}")
+    return found
