@@ -13,7 +13,7 @@ from equipoise.balance.bounds import rank_load
 from equipoise.cli import main
 from equipoise.errors import ConfigError, DataError
 from equipoise.trace.collect import Traced, collect, load_model, read_sequences
-from equipoise.trace.predict import group_loads, predict
+from equipoise.trace.predict import PAYS, group_loads, predict
 from equipoise.trace.report import layer_table, prediction_table, verdicts
 
 transformers = pytest.importorskip("transformers")
@@ -121,6 +121,14 @@ def test_the_prediction_is_the_planners() -> None:
     assert "balancing does not pay; with as uneven a load it " in not_
     load = rank_load(torch.from_numpy(counts_LNE.sum(1)), 2)
     assert load.tolist() == [[160, 40], [100, 100]]
+
+
+@pytest.mark.parametrize("tokens_per_rank", [1 << 16, 1 << 18, 1 << 20])
+def test_the_turning_point_is_the_same_from_where_it_pays_and_from_where_it_does_not(tokens_per_rank: int) -> None:
+    """Copies as costly as a small model's, of which a half as many tokens could not be counted in."""
+    found = predict(traced_with(np.array([[[30, 10, 5, 5]]])), 2, tokens_per_rank, slots=1, copy_tokens=200_000)
+    assert (found.step_gain(0.5) >= PAYS) == (tokens_per_rank > 1 << 16), found
+    assert found.turn == f"with as uneven a load it pays from about {1 << 17} tokens per rank on", found
 
 
 def test_an_ep_size_that_does_not_divide_the_experts_is_refused() -> None:

@@ -77,7 +77,7 @@ def predict(traced: Traced, ep_size: int, tokens_per_rank: int, slots: int | Non
     slots: per rank; None takes as many as the cost model finds worth it.
 
     With f times the tokens, as unevenly spread, a copy counts a f-th: so the turning point is found, for the first
-    microbatch.
+    microbatch. A f-th that planners could not count is left as it is, and the load taken f times.
 
     Raises:
         ConfigError: an EP size that does not divide the experts.
@@ -93,10 +93,10 @@ def predict(traced: Traced, ep_size: int, tokens_per_rank: int, slots: int | Non
     load_LGE, samples = group_loads(traced.counts_LNE, num_sequences)
 
     def gain(factor: float) -> float:
-        part = _predict(
-            load_LGE[:, :1], ep_size, tokens_per_rank, slots, min(round(copy_tokens / factor), MAX_COPY_TOKENS)
-        )
-        return part.step_gain(traced.expert_share)
+        load, copy = load_LGE[:, :1], round(copy_tokens / factor)
+        if copy > MAX_COPY_TOKENS:  # more than planners count, and the factor is below 1
+            load, copy = (load * factor).long(), copy_tokens
+        return _predict(load, ep_size, tokens_per_rank, slots, copy).step_gain(traced.expert_share)
 
     found = replace(_predict(load_LGE, ep_size, tokens_per_rank, slots, copy_tokens), samples=samples)
     pays = found.step_gain(traced.expert_share) >= PAYS
