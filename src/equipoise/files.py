@@ -11,11 +11,13 @@ TEMPORARY = ".tmp"
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Inside, `path` with `TEMPORARY` behind its name, to write a file there; it then takes the place of `path`.
+    """Inside, a name beside `path` that ends with `TEMPORARY`, to write a file there; it then takes the place of
+    `path`.
 
     Its content is on the disk before it does. If the body raises, `path` stays as it was and nothing is left beside it.
+    Of several processes that write the same `path` the last one stays: each has a name of its own.
     """
-    partial = path.with_name(path.name + TEMPORARY)
+    partial = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
     try:
         yield partial
         with open(partial, "rb+") as file:

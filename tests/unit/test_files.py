@@ -40,6 +40,20 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, error: BaseException, b
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_of_two_processes_the_last_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    own = tmp_path / "a.json.tmp"
+    own.write_text("somebody's")
+    with written_whole(path) as first:
+        first.write_text("first")
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with written_whole(path) as second:
+            second.write_text("second")
+            assert first.read_text() == "first"
+    assert path.read_text() == "first"
+    assert own.read_text() == "somebody's"
+
+
 def test_a_file_that_nobody_wrote_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), written_whole(tmp_path / "a.json"):
         pass
