@@ -146,7 +146,7 @@ def whole(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]
     """Copies on the CPU, where the reference is; of DTensors in full; without what is None. All ranks call it together.
 
     Shards on the CPU are exchanged by plain collectives and all at once: `full_tensor` uses functional ones, one or two
-    for each tensor, and over Gloo torch 2.13's damage the heap or hang once in some hundred thousand calls.
+    for each tensor, and over Gloo torch 2.13's damage the heap or hang, seldom, on a busy machine.
     """
     given = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
     shards = {name: _shard(t) for name, t in given.items() if isinstance(t, DTensor) and t.device.type == "cpu"}
