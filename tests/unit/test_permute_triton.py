@@ -78,9 +78,9 @@ def test_operators_are_registered_whole() -> None:
     ids = IDS["some dropped"].to(DEVICE)
     permutation = make_permutation(ids, 4)
     row, valid = permutation.row_TK, ids >= 0
-    x = torch.randn(3, 4).to(DEVICE).requires_grad_()
-    rows = torch.randn(6, 4).to(DEVICE).requires_grad_()
-    weights = torch.rand(3, 2).to(DEVICE).requires_grad_()
-    torch.library.opcheck(scatter_rows, (x, row, valid, 6))
-    torch.library.opcheck(gather_sum, (rows, row, valid, weights, torch.float32))
-    torch.library.opcheck(gather_sum, (rows, row, valid, None, torch.float32))
+    x, rows, weights = torch.randn(3, 4).to(DEVICE), torch.randn(6, 4).to(DEVICE), torch.rand(3, 2).to(DEVICE)
+    operators = torch.ops.equipoise
+    torch.library.opcheck(operators.scatter_rows.default, (x, row, 6))
+    torch.library.opcheck(operators.gather_sum.default, (rows, row, valid, weights, torch.float32))
+    torch.library.opcheck(operators.gather_sum.default, (rows, row, valid, None, torch.float32))
+    torch.library.opcheck(operators.combine_backward.default, (x, rows, row, valid, weights, True))

@@ -2,13 +2,15 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from equipoise.distributed.mesh import ParallelConfig, derive_axes
 from equipoise.models.config import ModelConfig
 from equipoise.models.model import MoEForCausalLM
-from equipoise.train.config import TrainConfig, plan_run
+from equipoise.train.config import LoopConfig, TrainConfig, plan_run
 from equipoise.train.load import load_config
 from equipoise.train.recipes import list_recipes, preset_folder
 from equipoise.train.resolved import to_toml
@@ -98,3 +100,35 @@ def test_deepseek_router_uses_each_part_of_that_router() -> None:
     assert 1 < model.topk_group < model.n_group
     assert model.n_shared_experts == 1
     assert model.moe_layers == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "length", "expected"),
+    [
+        ("cpu", 32, 512, 4),
+        ("cuda", 32, 512, 32),
+        ("cuda", 96, 512, 48),  # 64 would fit, but does not divide
+        ("cuda", 7, 8192, 1),
+        ("cpu", 6, 512, 3),
+        ("cpu", 5, 4096, 1),  # longer than the limit: one sequence is the least
+    ],
+)
+def test_an_automatic_microbatch_divides_the_share_and_suits_the_device(
+    device: str, share: int, length: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equipoise.train.config.get_accelerator", lambda: SimpleNamespace(device_type=device))
+    loop = LoopConfig(global_batch_size=2 * share, micro_batch_size="auto", sequence_length=length)
+    plan = plan_run(TrainConfig(train=loop), 2)
+    assert (plan.micro_batch_size, plan.accumulation_steps) == (expected, share // expected)
+
+
+def test_gathered_weights_are_freed_where_others_have_them_too() -> None:
+    for sizes, chosen, expected in (
+        ((1, 1), None, False),
+        ((2, 1), None, True),
+        ((2, 2), None, False),  # replicas, each with all of the weights
+        ((1, 1), True, True),
+        ((2, 1), False, False),
+    ):
+        parallel = ParallelConfig(replicate_size=sizes[1], reshard_after_forward=chosen)
+        assert derive_axes(parallel, sizes[0], 8).reshards(parallel) is expected

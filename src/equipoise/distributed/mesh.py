@@ -30,9 +30,10 @@ class ParallelConfig(Config):
     domain_size: int = Field(0, ge=0)
     """Consecutive ranks of an EP group that reach each other's memory (a host's GPUs), for dispatcher and transport
     symmetric: they use it among themselves and messages to the others. 0: all ranks of an EP group do."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
     """Whether FSDP frees gathered parameters between forward and backward; false is faster and needs more memory. With
-    false, weights that one rank holds whole and computes with in BF16 get BF16 copies that stay, instead of FSDP."""
+    false, weights that one rank holds whole and computes with in BF16 get BF16 copies that stay, instead of FSDP. none
+    is true where several ranks share the weights, and false where one has them all."""
     overlap_shared_experts: bool = False
     """Whether shared experts run beside dispatch and combine of the routed ones, on a stream of their own, with the
     same results. Off, since it saved nothing on two H200s joined by NVLink; slower links have not been measured."""
@@ -51,6 +52,11 @@ class AxisSizes:
     efsdp: int
     ep: int
     domain: int
+
+    def reshards(self, parallel: ParallelConfig) -> bool:
+        """What `parallel.reshard_after_forward` means for these sizes."""
+        chosen = parallel.reshard_after_forward
+        return self.shard > 1 if chosen is None else chosen
 
 
 def derive_axes(parallel: ParallelConfig, world_size: int, num_experts: int) -> AxisSizes:

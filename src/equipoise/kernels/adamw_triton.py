@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from equipoise.kernels.launching import launch
+
 BLOCK = 1024
 
 
@@ -63,23 +65,10 @@ def adamw(
             raise ValueError(f"{name} of {tuple(tensor.shape)}, strides {tensor.stride()}: want {tuple(weight.shape)}")
     if weight.numel() == 0:
         return
-    _adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-        weight,
-        grad.contiguous(),
-        first,
-        second,
-        weight if copy is None else copy,
-        corrections_2,
-        corrections_2 if scale is None else scale,
-        weight.numel(),
-        lr,
-        1 - lr * weight_decay,
-        1 - betas[0],
-        betas[1],
-        1 - betas[1],
-        eps,
-        copy is not None,
-        scale is not None,
-        BLOCK,
-        num_warps=4,
-    )
+    arguments = (
+        weight, grad.contiguous(), first, second, weight if copy is None else copy, corrections_2,
+        corrections_2 if scale is None else scale, weight.numel(),
+        lr, 1 - lr * weight_decay, 1 - betas[0], betas[1], 1 - betas[1], eps,
+    )  # fmt: skip
+    programs = triton.cdiv(weight.numel(), BLOCK)
+    launch(_adamw_kernel, programs, arguments, 4, HAS_COPY=copy is not None, HAS_SCALE=scale is not None, BLOCK=BLOCK)

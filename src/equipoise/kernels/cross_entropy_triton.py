@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from equipoise.kernels.launching import launch
+from equipoise.kernels.operators import operator
+
 BLOCK = 2048
 """Logits that a program has in registers at a time."""
 
@@ -57,7 +60,7 @@ def _loss_kernel(logits_ptr, labels_ptr, loss_ptr, V, IGNORED: tl.constexpr, BLO
         tl.store(logits + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < V)
 
 
-@torch.library.custom_op("equipoise::loss_and_gradient", mutates_args=("logits_TV",))
+@operator("loss_and_gradient", mutates_args=("logits_TV",))
 def loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor, ignored: int) -> torch.Tensor:
     """loss_T float32 of each row, 0 where its label is `ignored`; `logits_TV` (contiguous) becomes its gradient."""
     if not logits_TV.is_contiguous():
@@ -68,10 +71,11 @@ def loss_and_gradient(logits_TV: torch.Tensor, labels_T: torch.Tensor, ignored: 
     loss_T = torch.empty(T, dtype=torch.float32, device=logits_TV.device)
     if T:
         block = min(BLOCK, max(16, triton.next_power_of_2(V)))
-        _loss_kernel[(T,)](logits_TV, labels_T.contiguous(), loss_T, V, ignored, block, num_warps=max(1, block // 256))
+        arguments = logits_TV, labels_T.contiguous(), loss_T, V
+        launch(_loss_kernel, T, arguments, max(1, block // 256), IGNORED=ignored, BLOCK=block)
     return loss_T
 
 
-@loss_and_gradient.register_fake
+@torch.library.register_fake("equipoise::loss_and_gradient")
 def _(logits_TV, labels_T, ignored):
     return logits_TV.new_empty(logits_TV.shape[0], dtype=torch.float32)

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from equipoise.kernels.launching import launch
+
 BLOCK = 2048
 PARTS = 1024
 """Programs of a sum of squares; each adds up its part in order."""
@@ -31,7 +33,7 @@ def scaled(value: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> tor
     value = value.contiguous()
     out = torch.empty_like(value, dtype=dtype)
     if value.numel():
-        _scale_kernel[(triton.cdiv(value.numel(), BLOCK),)](value, factor, out, value.numel(), BLOCK, num_warps=8)
+        launch(_scale_kernel, triton.cdiv(value.numel(), BLOCK), (value, factor, out, value.numel()), 8, BLOCK=BLOCK)
     return out
 
 
@@ -42,5 +44,5 @@ def sum_of_squares(values: list[torch.Tensor]) -> torch.Tensor:
     parts = torch.empty(sum(counts), dtype=torch.float32, device=values[0].device)
     for value, count, part in zip(values, counts, parts.split(counts)):
         if count:
-            _squares_kernel[(count,)](value, part, value.numel(), BLOCK, num_warps=8)
+            launch(_squares_kernel, count, (value, part, value.numel()), 8, BLOCK=BLOCK)
     return parts.sum()

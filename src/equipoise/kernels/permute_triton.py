@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from equipoise.kernels.launching import launch
+from equipoise.kernels.operators import operator
+
 
 @triton.jit
 def _scatter_rows_kernel(x_ptr, row_ptr, out_ptr, num_rows, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -102,37 +105,31 @@ def _block(D: int, most: int) -> int:
     return min(max(triton.next_power_of_2(D), 16), most)
 
 
-@torch.library.custom_op("equipoise::scatter_rows", mutates_args=())
-def scatter_rows(
-    x_TD: torch.Tensor, row_TK: torch.Tensor, valid_TK: torch.Tensor | None, num_rows: int
-) -> torch.Tensor:
-    """out_RD[row_TK[t, k]] = x_TD[t] for the places below `num_rows`, which must all be named by some slot.
-
-    `valid_TK` (bool) is for the backward, where slots that are False add nothing.
-    """
+@operator("scatter_rows")
+def _scatter_rows(x_TD: torch.Tensor, row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
     x_TD, row_TK = x_TD.contiguous(), row_TK.contiguous()
     T, D = x_TD.shape
     out_RD = x_TD.new_empty(num_rows, D)
     if T and D and num_rows:
         block = _block(D, 4096)
-        _scatter_rows_kernel[(T,)](x_TD, row_TK, out_RD, num_rows, row_TK.shape[1], D, block, num_warps=_warps(block))
+        arguments = x_TD, row_TK, out_RD, num_rows
+        launch(_scatter_rows_kernel, T, arguments, _warps(block), K=row_TK.shape[1], D=D, BLOCK_D=block)
     return out_RD
 
 
-@scatter_rows.register_fake
-def _(x_TD, row_TK, valid_TK, num_rows):
+@torch.library.register_fake("equipoise::scatter_rows")
+def _(x_TD, row_TK, num_rows):
     return x_TD.new_empty(num_rows, x_TD.shape[1])
 
 
-@torch.library.custom_op("equipoise::gather_sum", mutates_args=())
-def gather_sum(
+@operator("gather_sum")
+def _gather_sum(
     rows_RD: torch.Tensor,
     row_TK: torch.Tensor,
     valid_TK: torch.Tensor | None,
     weights_TK: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """For each token the FP32 sum over its slots of (weight times) its row, as `dtype`; see `permute._gather_sum`."""
     rows_RD, row_TK = rows_RD.contiguous(), row_TK.contiguous()
     T, K = row_TK.shape
     D = rows_RD.shape[1]
@@ -141,29 +138,19 @@ def gather_sum(
         block = _block(D, 2048)
         valid = row_TK if valid_TK is None else valid_TK.contiguous().view(torch.uint8)
         weights = row_TK if weights_TK is None else weights_TK.contiguous()
-        _gather_sum_kernel[(T,)](
-            rows_RD,
-            row_TK,
-            valid,
-            weights,
-            out_TD,
-            rows_RD.shape[0],
-            K,
-            D,
-            valid_TK is not None,
-            weights_TK is not None,
-            block,
-            num_warps=_warps(block),
-        )
+        launch(
+            _gather_sum_kernel, T, (rows_RD, row_TK, valid, weights, out_TD, rows_RD.shape[0]), _warps(block),
+            K=K, D=D, HAS_VALID=valid_TK is not None, HAS_WEIGHTS=weights_TK is not None, BLOCK_D=block,
+        )  # fmt: skip
     return out_TD
 
 
-@gather_sum.register_fake
+@torch.library.register_fake("equipoise::gather_sum")
 def _(rows_RD, row_TK, valid_TK, weights_TK, dtype):
     return rows_RD.new_empty(row_TK.shape[0], rows_RD.shape[1], dtype=dtype)
 
 
-@torch.library.custom_op("equipoise::combine_backward", mutates_args=())
+@operator("combine_backward")
 def combine_backward(
     grad_TD: torch.Tensor,
     rows_RD: torch.Tensor,
@@ -183,27 +170,15 @@ def combine_backward(
         block_k = triton.next_power_of_2(K)
         block = _block(D, max(32, 16384 // block_k))
         valid = row_TK if valid_TK is None else valid_TK.contiguous().view(torch.uint8)
-        _combine_backward_kernel[(T,)](
-            grad_TD,
-            rows_RD,
-            row_TK,
-            valid,
-            weights_TK,
-            grad_rows,
-            grad_weights,
-            R,
-            K,
-            D,
-            valid_TK is not None,
-            want_weights,
-            block_k,
-            block,
-            num_warps=_warps(block_k * block // 4),
-        )
+        arguments = grad_TD, rows_RD, row_TK, valid, weights_TK, grad_rows, grad_weights, R
+        launch(
+            _combine_backward_kernel, T, arguments, _warps(block_k * block // 4), K=K, D=D,
+            HAS_VALID=valid_TK is not None, WANT_WEIGHTS=want_weights, BLOCK_K=block_k, BLOCK_D=block,
+        )  # fmt: skip
     return grad_rows, grad_weights
 
 
-@combine_backward.register_fake
+@torch.library.register_fake("equipoise::combine_backward")
 def _(grad_TD, rows_RD, row_TK, valid_TK, weights_TK, want_weights):
     grad_weights = weights_TK.new_empty(weights_TK.shape if want_weights else (0,))
     return rows_RD.new_empty(rows_RD.shape), grad_weights
@@ -214,33 +189,52 @@ def _warps(elements: int) -> int:
     return min(max(elements // 1024, 1), 8)
 
 
-def _setup_scatter(ctx, inputs, output):
-    x_TD, row_TK, valid_TK, _ = inputs
-    ctx.save_for_backward(row_TK, valid_TK)
-    ctx.dtype = x_TD.dtype
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, row_TK, valid_TK, num_rows):
+        ctx.save_for_backward(row_TK, valid_TK)
+        ctx.dtype = x_TD.dtype
+        return _scatter_rows(x_TD, row_TK, num_rows)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        row_TK, valid_TK = ctx.saved_tensors
+        return _gather_sum(grad_RD, row_TK, valid_TK, None, ctx.dtype), None, None, None
 
 
-def _scatter_backward(ctx, grad_RD):
-    row_TK, valid_TK = ctx.saved_tensors
-    return gather_sum(grad_RD, row_TK, valid_TK, None, ctx.dtype), None, None, None
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RD, row_TK, valid_TK, weights_TK, dtype):
+        ctx.save_for_backward(rows_RD if weights_TK is not None else None, row_TK, valid_TK, weights_TK)
+        ctx.num_rows, ctx.dtype = rows_RD.shape[0], rows_RD.dtype
+        return _gather_sum(rows_RD, row_TK, valid_TK, weights_TK, dtype)
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        rows_RD, row_TK, valid_TK, weights_TK = ctx.saved_tensors
+        if weights_TK is None:
+            return _scatter_rows(grad_TD.to(ctx.dtype), row_TK, ctx.num_rows), None, None, None, None
+        want = ctx.needs_input_grad[3]
+        grad_rows, grad_weights = combine_backward(grad_TD, rows_RD, row_TK, valid_TK, weights_TK, want)
+        return grad_rows, None, None, grad_weights if want else None, None
 
 
-scatter_rows.register_autograd(_scatter_backward, setup_context=_setup_scatter)
+def scatter_rows(
+    x_TD: torch.Tensor, row_TK: torch.Tensor, valid_TK: torch.Tensor | None, num_rows: int
+) -> torch.Tensor:
+    """out_RD[row_TK[t, k]] = x_TD[t] for the places below `num_rows`, which must all be named by some slot.
+
+    `valid_TK` (bool) is for the backward, where slots that are False add nothing.
+    """
+    return _Scatter.apply(x_TD, row_TK, valid_TK, num_rows)
 
 
-def _setup_gather(ctx, inputs, output):
-    rows_RD, row_TK, valid_TK, weights_TK, _ = inputs
-    ctx.save_for_backward(rows_RD if weights_TK is not None else None, row_TK, valid_TK, weights_TK)
-    ctx.num_rows, ctx.dtype = rows_RD.shape[0], rows_RD.dtype
-
-
-def _gather_backward(ctx, grad_TD):
-    rows_RD, row_TK, valid_TK, weights_TK = ctx.saved_tensors
-    if weights_TK is None:
-        return scatter_rows(grad_TD.to(ctx.dtype), row_TK, valid_TK, ctx.num_rows), None, None, None, None
-    want = ctx.needs_input_grad[3]
-    grad_rows, grad_weights = combine_backward(grad_TD, rows_RD, row_TK, valid_TK, weights_TK, want)
-    return grad_rows, None, None, grad_weights if want else None, None
-
-
-gather_sum.register_autograd(_gather_backward, setup_context=_setup_gather)
+def gather_sum(
+    rows_RD: torch.Tensor,
+    row_TK: torch.Tensor,
+    valid_TK: torch.Tensor | None,
+    weights_TK: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """For each token the FP32 sum over its slots of (weight times) its row, as `dtype`; see `permute._gather_sum`."""
+    return _Gather.apply(rows_RD, row_TK, valid_TK, weights_TK, dtype)

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from equipoise.accelerator import get_accelerator
 from equipoise.balance_config import BalanceConfig
 from equipoise.checkpoint.config import CheckpointConfig
 from equipoise.checkpoint.hf.mapping import HFMapping
@@ -31,8 +32,9 @@ class LoopConfig(Config):
     global_batch_size: PositiveInt = 16
     """Sequences per optimizer step over all ranks. The same number gives the same training at any world size,
     but for a balance loss of scope micro_batch (model.router_aux_loss_scope), which sees one microbatch at a time."""
-    micro_batch_size: PositiveInt | None = None
-    """Sequences per forward on one rank; none takes the rank's whole share at once (no gradient accumulation)."""
+    micro_batch_size: PositiveInt | Literal["auto"] | None = None
+    """Sequences per forward on one rank; none takes the rank's whole share at once (no gradient accumulation), auto as
+    much of it as is at most 2048 tokens on a CPU or 32768 on an accelerator, and divides it."""
     sequence_length: PositiveInt = 256
     """Tokens per sequence."""
     seed: int = Field(0, ge=0, lt=2**32)
@@ -153,7 +155,7 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
             f"evenly: choose a multiple of {world_size}, such as {low}"
         )
     share = loop.global_batch_size // world_size
-    micro = loop.micro_batch_size or share
+    micro = _auto_micro_batch(share, loop) if loop.micro_batch_size == "auto" else loop.micro_batch_size or share
     if share % micro:
         valid = [d for d in range(1, share + 1) if share % d == 0]
         raise ConfigError(
@@ -161,6 +163,14 @@ def plan_run(config: TrainConfig, world_size: int) -> RunPlan:
             f"(train.global_batch_size {loop.global_batch_size} / world size {world_size}): choose one of {valid}"
         )
     return RunPlan(axes, micro, share // micro)
+
+
+def _auto_micro_batch(share: int, loop: LoopConfig) -> int:
+    """Sequences of a microbatch: on an accelerator enough that the host can keep it busy, on a CPU few that fit its
+    caches and a laptop's memory."""
+    most_tokens = 2048 if get_accelerator().device_type == "cpu" else 32768
+    fitting = [size for size in range(1, share + 1) if share % size == 0 and size * loop.sequence_length <= most_tokens]
+    return max(fitting, default=1)
 
 
 def synthetic_workload(config: TrainConfig, axes: AxisSizes) -> Workload | None:

@@ -89,7 +89,7 @@ class Trainer:
                 expert_kernel=loop.expert_kernel,
                 recompute=loop.recompute,
                 compile=loop.compile,
-                reshard_after_forward=config.parallel.reshard_after_forward,
+                reshard_after_forward=self.plan.axes.reshards(config.parallel),
                 balance=config.balance,
                 initialize=config.model.load_from is None,
                 dispatch=config.dispatch,
