@@ -3,9 +3,11 @@
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from itertools import product as pairs
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -44,8 +46,10 @@ WGRAD = (
     replace(PAIR, stages=5, snake=True),
     replace(PAIR, depth=64, stages=2),
     replace(PAIR, depth=64, stages=3),
+    replace(PAIR, depth=64, stages=3, group=4),
     replace(WIDE, split=1),
     DEEP,
+    replace(DEEP, group=4),
     replace(DEEP, group=16, snake=True),
     TALL,
     replace(WIDE, grouped_mm=True),
@@ -110,10 +114,24 @@ def _runs(job: Job) -> bool:
     return True
 
 
+@contextmanager
+def _company(others: bool) -> Iterator[None]:
+    """Launches divide their work as they do with or without other ranks."""
+    from equipoise.kernels import grouped_launch_triton as launch
+
+    usual = launch.beside_others
+    launch.beside_others = lambda: others  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        launch.beside_others = usual  # type: ignore[assignment]
+
+
 def tune(shapes: Sequence[Shape], say: Say, kernels: Collection[str] = KERNELS) -> None:
-    """Writes the best of `CANDIDATES` for each shape, by the geometric mean over loads, into the shipped table."""
+    """Writes the best of `CANDIDATES` for each shape into the shipped table: by the geometric mean over loads, and over
+    the divisions of work alone on the device and beside other ranks."""
     parts = min(os.cpu_count() or 1, 15)
-    sizes = list({(shape.features, shape.inner): shape._replace(masters=2, slots=1) for shape in shapes}.values())
+    sizes = list({shape[1:-1]: shape for shape in shapes}.values())
     with ProcessPoolExecutor(parts, mp_context=get_context("spawn")) as pool:
         for future in [pool.submit(_compile_part, sizes, kernels, part, parts) for part in range(parts)]:
             future.result()
@@ -123,14 +141,16 @@ def tune(shapes: Sequence[Shape], say: Say, kernels: Collection[str] = KERNELS) 
     device = table.setdefault(name, {"capability": capability})
     for shape in shapes:
         times: dict[tuple[str, int, int], dict[Block, list[float]]] = {}
-        for load in LOADS:
-            found = [job for job in jobs(shape, load, kernels) if _runs(job)]
-            found.sort(key=lambda job: (job.kernel, job.N, job.K))
-            for key, group in groupby(found, key=lambda job: (job.kernel, job.N, job.K)):
-                works = {job.block: job.run for job in group}
-                for block, ms in interleaved_medians(works, rounds=6).items():
-                    times.setdefault(key, {}).setdefault(block, []).append(ms)
-                    say(f"  {key} {load} {ms:.4f} ms {table_entry(*key[1:], shape.tokens, block)}")
+        for load, has_company in pairs(LOADS, (False, True)):
+            with _company(has_company):
+                found = [job for job in jobs(shape, load, kernels) if _runs(job)]
+                found.sort(key=lambda job: (job.kernel, job.N, job.K))
+                for key, group in groupby(found, key=lambda job: (job.kernel, job.N, job.K)):
+                    works = {job.block: job.run for job in group}
+                    for block, ms in interleaved_medians(works, rounds=6).items():
+                        times.setdefault(key, {}).setdefault(block, []).append(ms)
+                        entry = table_entry(*key[1:], shape.tokens, block)
+                        say(f"  {key} {load}{' beside others' * has_company} {ms:.4f} ms {entry}")
             gpu().empty_cache()
         for (kernel, N, K), blocks in times.items():
             block = min(blocks, key=lambda b: geomean(blocks[b]))

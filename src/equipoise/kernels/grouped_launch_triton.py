@@ -46,6 +46,11 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
 
 
+def beside_others() -> bool:
+    """Whether other ranks may be at work on this one's slots while products run."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class Division(NamedTuple):
     """How a launch's work is divided among programs: see `share_of_level`."""
 
@@ -57,7 +62,7 @@ class Division(NamedTuple):
 def divide(device: torch.device, block: Block, tiles: int, has_slots: bool) -> Division:
     """Of a launch over `tiles` tiles at most: in levels where other ranks may be at work on the slots."""
     lanes = block.programs * num_multiprocessors(device)
-    if not (has_slots and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not (has_slots and beside_others()):
         return Division(lanes)
     turns = left = max(-(-tiles // lanes), 1)
     slices, levels = max(min(SLICES, turns // 2), 1), 0
