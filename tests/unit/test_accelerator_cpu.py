@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from equipoise.accelerator import CAPABILITIES, CPUAccelerator, host_memory
+from equipoise.accelerator.base import Capability
 from equipoise.errors import ConfigError
 
 GIB = 1 << 30
@@ -187,6 +188,18 @@ def test_every_capability_has_a_reason(cpu: CPUAccelerator, capability: str) -> 
     answer = cpu.supports(capability)
     assert answer.reason
     assert bool(answer) is answer.ok
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ("graphs", "there is no launch cost to capture"),
+        ("triton", "Triton compiles for GPUs; on CPU it only interprets, for tests"),
+        ("oom_observer", "torch has no caching allocator for CPU memory"),
+    ],
+)
+def test_what_it_has_not_has_its_own_reason(cpu: CPUAccelerator, capability: str, reason: str) -> None:
+    assert cpu.supports(capability) == Capability(False, reason)
 
 
 def test_an_unknown_capability_is_an_error(cpu: CPUAccelerator) -> None:

@@ -156,6 +156,15 @@ class Accelerator(ABC):
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Inside this context, work is put on `stream`. `None` changes nothing."""
 
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What `work` puts on the device as one graph, without doing it; calling the result does it, in one launch.
+
+        The graph works on the tensors that `work` did, and whatever `work` made stays valid until the next replay. Work
+        of other threads may go on meanwhile. Raises `ConfigError` where `supports("graphs")` is false, `RuntimeError`
+        where `work` needs the host in between.
+        """
+        raise ConfigError(f"work cannot be captured: {self.supports('graphs').reason}")
+
     # Memory
 
     @abstractmethod

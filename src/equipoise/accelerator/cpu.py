@@ -167,7 +167,7 @@ class CPUAccelerator(Accelerator):
             "triton": Capability(False, "Triton compiles for GPUs; on CPU it only interprets, for tests"),
             "graphs": Capability(False, "there is no launch cost to capture"),
         }
-        return answers.get(capability) or Capability(False, "torch has no caching allocator for CPU memory")
+        return answers.get(capability, Capability(False, "torch has no caching allocator for CPU memory"))
 
 
 REGISTRATION = Registration(

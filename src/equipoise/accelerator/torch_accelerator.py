@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,6 +52,11 @@ class TorchAccelerator(Accelerator):
     """
 
     allocator_variables: tuple[str, ...] = ("PYTORCH_ALLOC_CONF",)
+
+    @property
+    def graph_class(self) -> str:
+        """The namespace's name for a graph: "CUDAGraph", "MUSAGraph", ..."""
+        return f"{self.device_type.upper()}Graph"
 
     @property
     def namespace(self) -> Any:
@@ -105,6 +111,15 @@ class TorchAccelerator(Accelerator):
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Inside this context, work is put on `stream`."""
         return self.namespace.stream(stream)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """As the contract says, by the namespace's graphs."""
+        if not self.supports("graphs"):
+            return super().capture(work)
+        graph = getattr(self.namespace, self.graph_class)()
+        with self.namespace.graph(graph, capture_error_mode="thread_local"):  # others may allocate meanwhile
+            work()
+        return graph.replay
 
     def memory(self) -> MemoryStats:
         """Memory of the current device as torch's allocator and the driver count it."""
@@ -184,9 +199,10 @@ class TorchAccelerator(Accelerator):
         answer = getattr(self, f"_supports_{capability}", None)
         if answer is not None:
             return answer()
-        needs = {"streams": "Stream", "graphs": "graph"}
-        if capability in needs:
-            return self._has(needs[capability])
+        if capability == "streams":
+            return self._has("Stream")
+        if capability == "graphs":
+            return self._has("graph", self.graph_class)
         return super()._supports(capability)
 
     def _supports_ipc(self) -> Capability:

@@ -43,7 +43,7 @@ def balance_loss(
     Returns:
         Scalar float32; its gradient reaches the router through `probs_TE` only.
     """
-    if group is not None:
+    if group is not None and group.size() > 1:
         counts_E = counts_E.clone()
         dist.all_reduce(counts_E, group=live_group(group))
     num_tokens = counts_E.sum().clamp(min=1) / num_experts_per_tok

@@ -47,6 +47,10 @@ class LoopConfig(Config):
     selective also keeps attention and dense products."""
     compile: bool = False
     """Compiles attention and dense feed-forward parts with torch.compile."""
+    cuda_graph: bool = False
+    """Captures a microbatch's forward and backward once and replays it in one launch, so that a small model does not
+    wait for the host. On one rank that keeps its weights, with expert kernel triton; elsewhere it has no effect, and
+    the start says why."""
     expert_kernel: Literal["auto", "loop", "grouped_mm", "triton"] = "auto"
     """Implementation of the experts' products; auto probes the device and says what it chose."""
     eval_every: int = Field(0, ge=0)

@@ -25,6 +25,7 @@ from equipoise.moe.bias import update_selection_bias
 from equipoise.moe.layer import MoELayer
 from equipoise.moe.synthetic import Workload
 from equipoise.train.balance_statistics import BalanceResult, sum_device_records, sum_records
+from equipoise.train.graph import Captured, MicrobatchGraph
 from equipoise.train.load_statistics import rank_imbalance
 from equipoise.train.master_adamw import MasterAdamW
 from equipoise.train.rollout import (
@@ -172,16 +173,25 @@ class TrainStep:
         timer: PhaseTimer,
         max_grad_norm: float,
         operation: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        captures: bool = False,
     ) -> None:
-        """`operation` surrounds each part of a step with its name, for messages about missing ranks."""
+        """`operation` surrounds each part of a step with its name, for messages about missing ranks. `captures`:
+        microbatches become graphs of the device where they can (`graph_problem`)."""
         self.model, self.optimizer, self.meshes, self.device = model, optimizer, meshes, device
         self.timer, self.max_grad_norm, self.operation = timer, max_grad_norm, operation
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers = moe_layers(model)
+        config = model.config
+        self.loss_weights = {
+            "aux_loss": config.router_aux_loss_coef,
+            "z_loss": config.router_z_loss_coef,
+            "mtp_loss": config.mtp_loss_coef,
+        }
         balancing = self.layers[0].balancing if self.layers else None
         self.balancer = None if balancing is None else balancing.balancer
         if self.balancer is not None:
             self.balancer.transport.operation = operation
+        self.graph = MicrobatchGraph(model, timer.accelerator, device, self._run_captured) if captures else None
 
     def lay_down_routing(self, workload: Workload | None, step: int = 0) -> None:
         """Replaces what the routers choose by a step of a workload, until the next call; None lets them choose."""
@@ -207,15 +217,10 @@ class TrainStep:
             finds; and counts_NLE int64.
         """
         config = self.model.config
-        weights = {
-            "aux_loss": config.router_aux_loss_coef,
-            "z_loss": config.router_z_loss_coef,
-            "mtp_loss": config.mtp_loss_coef,
-        }
         if self.balancer is not None:
             self.balancer.take_records()  # of evaluations
             self.balancer.take_waited_s()
-        sums = {name: torch.zeros((), device=self.device) for name in ("loss", *weights)}
+        sums = {name: torch.zeros((), device=self.device) for name in ("loss", *self.loss_weights)}
         counts: list[torch.Tensor] = []
         valid: Sequence[torch.Tensor | None] = [None] * len(batches)
         recorded: Sequence[Rollout | None] = [None] * len(batches)
@@ -223,7 +228,7 @@ class TrainStep:
             valid, recorded = self._prepare_rollouts(batches, rollouts)
         space = self.model.symmetric_space
         with nullcontext() if space is None else space.abandoned_on_error():
-            self._run_microbatches(batches, valid, recorded, num_tokens, weights, sums, counts)
+            self._run_microbatches(batches, valid, recorded, num_tokens, sums, counts)
         shape = (len(batches), len(self.layers), config.num_experts)
         counts_NLE = torch.stack(counts).long() if counts else torch.zeros(shape, dtype=torch.int64, device=self.device)
         return sums, counts_NLE
@@ -234,34 +239,68 @@ class TrainStep:
         valid: Sequence[torch.Tensor | None],
         recorded: Sequence[Rollout | None],
         num_tokens: int,
-        weights: dict[str, float],
         sums: dict[str, torch.Tensor],
         counts: list[torch.Tensor],
     ) -> None:
         """Adds to `sums` and `counts`."""
         for number, batch in enumerate(batches):
+            rollout = recorded[number]
+            if rollout is None and self._replayed(batch, number, num_tokens, sums, counts):
+                continue
             with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
-                rollout = recorded[number]
                 output = run_model(self.model, batch, self.device, number, rollout, valid[number])
-                assert output.loss_sum is not None
                 share = batch.num_valid_tokens / num_tokens
-                terms = {"loss": output.loss_sum / num_tokens}
+                loss, terms = self._losses(output, num_tokens, share)
                 if output.routings:
-                    terms["aux_loss"] = torch.stack([r.aux_loss for r in output.routings]).mean() * share
-                    terms["z_loss"] = torch.stack([r.z_loss for r in output.routings]).mean() * share
                     counts.append(torch.stack([r.counts_E for r in output.routings]))
-                if output.mtp_loss_sum is not None:
-                    terms["mtp_loss"] = output.mtp_loss_sum / num_tokens
-                loss = terms["loss"]
-                for name, weight in weights.items():
-                    if weight and name in terms:
-                        loss = loss + weight * terms[name]
                 for name, term in terms.items():
                     sums[name] += term.detach()
                 if rollout is not None:
                     add(sums, compare(output, rollout, batch.labels.to(self.device)))
             with self.timer.phase("backward"), self.operation(f"backward of microbatch {number}"):
                 loss.backward()
+
+    def _losses(
+        self, output: ModelOutput, divisor: int | torch.Tensor, share: float | torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A microbatch's loss, and its terms before their weights. `divisor`: the step's valid tokens; `share`: of the
+        microbatch, as a part of them."""
+        assert output.loss_sum is not None
+        terms = {"loss": output.loss_sum / divisor}
+        if output.routings:
+            terms["aux_loss"] = torch.stack([r.aux_loss for r in output.routings]).mean() * share
+            terms["z_loss"] = torch.stack([r.z_loss for r in output.routings]).mean() * share
+        if output.mtp_loss_sum is not None:
+            terms["mtp_loss"] = output.mtp_loss_sum / divisor
+        loss = terms["loss"]
+        for name, weight in self.loss_weights.items():
+            if weight and name in terms:
+                loss = loss + weight * terms[name]
+        return loss, terms
+
+    def _replayed(
+        self, batch: Batch, number: int, num_tokens: int, sums: dict[str, torch.Tensor], counts: list[torch.Tensor]
+    ) -> bool:
+        """Whether the microbatch was run by a graph, and added to `sums` and `counts`."""
+        if self.graph is None or not self.graph.takes(batch, padding_mask(batch)):
+            return False
+        with self.timer.phase("captured"), self.operation(f"microbatch {number}"):
+            found = self.graph.run(batch, num_tokens)
+            if found is None:
+                return False
+            for name, term in found.terms.items():
+                sums[name] += term
+            if found.counts_LE is not None:
+                counts.append(found.counts_LE.clone())
+        return True
+
+    def _run_captured(self, batch: Batch, divisor: torch.Tensor, share: torch.Tensor) -> Captured:
+        """Forward and backward with nothing from the host."""
+        output = self.model(batch.input_ids, batch.labels)
+        loss, terms = self._losses(output, divisor, share)
+        counts_LE = torch.stack([r.counts_E for r in output.routings]) if output.routings else None
+        loss.backward()
+        return Captured({name: term.detach() for name, term in terms.items()}, counts_LE)
 
     def _prepare_rollouts(
         self, batches: list[Batch], rollouts: Sequence[Rollout]
@@ -304,7 +343,7 @@ class TrainStep:
             if result.is_finite:
                 self.update(result, norm, lr)
             else:
-                self.optimizer.zero_grad()
+                self._clear_gradients()
             return result
         reduced = self._reduce(sums, counts_NLE, num_tokens, stop, saving)
         values = to_host(reduced.values)
@@ -313,7 +352,7 @@ class TrainStep:
         factor = clip_factor(reduced.norm, self.max_grad_norm) if self.max_grad_norm else torch.ones_like(reduced.norm)
         self._set_lr(lr)
         self.optimizer.step(gradient_scale=torch.where(reduced.is_finite, factor, torch.nan))
-        self.optimizer.zero_grad()
+        self._clear_gradients()
         self._move_selection_biases(reduced.bias_counts_LE * reduced.is_finite)  # equal counts move nothing
         arrived.synchronize()
         return reduced.result(values)
@@ -386,9 +425,13 @@ class TrainStep:
             if is_clipped:
                 clip_gradients(self.parameters, norm, self.max_grad_norm)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._clear_gradients()
         counts_LE = result.counts_LE if result.router_counts_LE is None else result.router_counts_LE
         self._move_selection_biases(to_device(counts_LE, self.device))
+
+    def _clear_gradients(self) -> None:
+        if self.graph is None or not self.graph.clear_gradients():
+            self.optimizer.zero_grad()
 
     def _set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

@@ -6,8 +6,10 @@ from typing import Literal
 
 from equipoise.accelerator import Accelerator, Event
 
-Phase = Literal["data", "forward", "backward", "optimizer"]
+Phase = Literal["data", "forward", "backward", "captured", "optimizer"]
+"""captured: forward and backward in one, by a graph of the device."""
 PHASES: tuple[Phase, ...] = ("data", "forward", "backward", "optimizer")
+"""Of every step; others count where they occur."""
 
 
 class PhaseTimer:
@@ -88,7 +90,8 @@ class StepTimes:
         seconds = {f"time_{name}_s": 0.0 for name in ("step", *PHASES)}
         seconds["time_step_s"] = self._start.elapsed_ms(self._end) / 1000
         for name, start, stop in self._spans:
-            seconds[f"time_{name}_s"] += start.elapsed_ms(stop) / 1000
+            key = f"time_{name}_s"
+            seconds[key] = seconds.get(key, 0.0) + start.elapsed_ms(stop) / 1000
             self._unused += [start, stop]
         self._unused += [self._start, self._end]
         return seconds

@@ -29,12 +29,14 @@ from equipoise.distributed.mesh import build_meshes
 from equipoise.distributed.watch import bounded
 from equipoise.distributed.world import World
 from equipoise.errors import CheckpointError, NonFiniteLossError
+from equipoise.kernels.grouped_linear import choose_grouped_linear
 from equipoise.models.config import model_changes
 from equipoise.models.parallelize import build_parallel_model
 from equipoise.observe.profiler import FOLDER as PROFILES
 from equipoise.observe.profiler import Profiler
 from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
+from equipoise.train.graph import graph_problem
 from equipoise.train.memory import refuse_too_large_together
 from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
@@ -118,6 +120,7 @@ class Trainer:
             self.timer,
             config.optimizer.max_grad_norm,
             operation=world.operation,
+            captures=self._can_capture(),
         )
         self.workload = synthetic_workload(config, self.plan.axes)
         self.step = 0
@@ -131,6 +134,18 @@ class Trainer:
         self.went_back_to: int | None = None
         kept = config.checkpoint
         self.saver = CheckpointSaver(run_dir / CHECKPOINTS, world, kept.keep_last, kept.keep_every)
+
+    def _can_capture(self) -> bool:
+        """Whether `train.cuda_graph` is on and possible; says why not."""
+        if not self.config.train.cuda_graph:
+            return False
+        kernel = choose_grouped_linear(self.world.device, self.dtype, self.config.train.expert_kernel).name
+        problem = graph_problem(self.model, self.optimizer, self.world.accelerator, kernel)
+        if problem is None and self.config.profiler is not None:
+            problem = "the profiler sees no ranges in a graph"
+        if problem is not None:
+            logger.warning("train.cuda_graph has no effect: %s", problem)
+        return problem is None
 
     def run(self) -> None:
         """Trains from the current state to the last step; always leaves a checkpoint of where it stopped.
