@@ -243,22 +243,33 @@ class TrainStep:
         counts: list[torch.Tensor],
     ) -> None:
         """Adds to `sums` and `counts`."""
-        for number, batch in enumerate(batches):
-            rollout = recorded[number]
-            if rollout is None and self._replayed(batch, number, num_tokens, sums, counts):
-                continue
-            with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
-                output = run_model(self.model, batch, self.device, number, rollout, valid[number])
-                share = batch.num_valid_tokens / num_tokens
-                loss, terms = self._losses(output, num_tokens, share)
-                if output.routings:
-                    counts.append(torch.stack([r.counts_E for r in output.routings]))
-                for name, term in terms.items():
-                    sums[name] += term.detach()
-                if rollout is not None:
-                    add(sums, compare(output, rollout, batch.labels.to(self.device)))
-            with self.timer.phase("backward"), self.operation(f"backward of microbatch {number}"):
-                loss.backward()
+        for number, (batch, rollout) in enumerate(zip(batches, recorded)):
+            if rollout is not None or not self._replayed(batch, number, num_tokens, sums, counts):
+                self._launched(batch, number, rollout, valid[number], num_tokens, sums, counts)
+
+    def _launched(
+        self,
+        batch: Batch,
+        number: int,
+        rollout: Rollout | None,
+        valid: torch.Tensor | None,
+        num_tokens: int,
+        sums: dict[str, torch.Tensor],
+        counts: list[torch.Tensor],
+    ) -> None:
+        """Adds a microbatch to `sums` and `counts`. Nothing of its graph is left when this returns: a capture must not
+        find what others have put on another stream."""
+        with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
+            output = run_model(self.model, batch, self.device, number, rollout, valid)
+            loss, terms = self._losses(output, num_tokens, batch.num_valid_tokens / num_tokens)
+            if output.routings:
+                counts.append(torch.stack([r.counts_E for r in output.routings]))
+            for name, term in terms.items():
+                sums[name] += term.detach()
+            if rollout is not None:
+                add(sums, compare(output, rollout, batch.labels.to(self.device)))
+        with self.timer.phase("backward"), self.operation(f"backward of microbatch {number}"):
+            loss.backward()
 
     def _losses(
         self, output: ModelOutput, divisor: int | torch.Tensor, share: float | torch.Tensor
