@@ -145,6 +145,7 @@ class MicrobatchGraph:
             self._replay = self._accelerator.capture(work)
         except RuntimeError as error:
             self.is_refused = True
-            logger.warning("train.cuda_graph has no effect: the device refused to capture a microbatch: %s", error)
+            reason = str(error).partition("\n")[0]
+            logger.warning("train.cuda_graph has no effect: the device refused to capture a microbatch: %s", reason)
             return
         self._addresses = self._where()

@@ -136,15 +136,15 @@ class Trainer:
         self.saver = CheckpointSaver(run_dir / CHECKPOINTS, world, kept.keep_last, kept.keep_every)
 
     def _can_capture(self) -> bool:
-        """Whether `train.cuda_graph` is on and possible; says why not."""
+        """Whether `train.cuda_graph` is on and possible; says why not, but for a CPU, which nobody waits for."""
         if not self.config.train.cuda_graph:
             return False
         kernel = choose_grouped_linear(self.world.device, self.dtype, self.config.train.expert_kernel).name
         problem = graph_problem(self.model, self.optimizer, self.world.accelerator, kernel)
         if problem is None and self.config.profiler is not None:
             problem = "the profiler sees no ranges in a graph"
-        if problem is not None:
-            logger.warning("train.cuda_graph has no effect: %s", problem)
+        if problem is not None and self.world.device.type != "cpu":
+            logger.info("train.cuda_graph has no effect: %s", problem)
         return problem is None
 
     def run(self) -> None:
