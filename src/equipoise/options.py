@@ -1,12 +1,12 @@
 """What several commands take: a recipe with settings, the number of workers, a results file."""
 
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from equipoise.errors import ConfigError
+from equipoise.files import try_writing
 
 RECIPE_AND_SETTINGS: dict[str, Any] = {
     "options_metavar": "[RECIPE] [--SECTION.KEY VALUE]... [OPTIONS]",
@@ -59,8 +59,7 @@ def _make_parent(path: Path) -> None:
 
 def _try_parent(path: Path) -> None:
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        try_writing(path.parent)
     except OSError as error:
         raise ConfigError(
             f"--out {path}: no file can be written into {path.parent}: {error.strerror or error}; choose another place"
