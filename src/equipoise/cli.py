@@ -25,12 +25,13 @@ from equipoise.convert import convert
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.exit_codes import EXIT_FAILED, exit_codes
 from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, check_out, option_names
+from equipoise.run_files import CHECKPOINTS
 from equipoise.serve_command import serve
 from equipoise.trace.command import HELP as TRACE_HELP
 from equipoise.trace.command import trace_model
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
-from equipoise.train.resolved import CHECKPOINTS, check_run_folder, removed_if_empty
+from equipoise.train.resolved import check_run_folder, removed_if_empty
 from equipoise.train.schema import Schema, read_schema
 from equipoise.train.stop import StopSignals
 

@@ -24,6 +24,7 @@ import equipoise
 from equipoise.checkpoint import layout
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.files import try_writing, written_whole
+from equipoise.run_files import CHECKPOINTS, CONFIG_FILE, HEADER_START, RUN_FILE, WRITTEN, holds_run
 from equipoise.train.schema import Schema, read_schema, spell
 from equipoise.train.values import parse_value
 
@@ -34,17 +35,9 @@ except ImportError:  # not a POSIX system
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.toml"
-RUN_FILE = "run.json"
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints inside a run folder."""
-_WRITTEN = (CONFIG_FILE, RUN_FILE, "metrics.jsonl", CHECKPOINTS, "trace", "profile", "tensorboard", "wandb", "hf")
-"""All that a run writes into its folder, or may be asked to."""
-
 _LISTED = 5  # names in a message
 _HELD_S = 0.2  # a lock of a run folder that is held for longer is a run's
-_HEADER_START = "# Resolved settings of this run."
-_HEADER = _HEADER_START + " To repeat it: equipoise train {file}\n\n"
+_HEADER = HEADER_START + " To repeat it: equipoise train {file}\n\n"
 
 
 def to_toml(config: BaseModel) -> str:
@@ -255,14 +248,11 @@ def _make_folder(folder: Path) -> bool:
 def _refuse_files_of_others(folder: Path) -> list[str]:
     """A folder with neither a run's settings nor its checkpoints is no run's: it may not hold anything that a run would
     replace or add to. Returns the names of what else such a folder holds."""
-    config, checkpoints = folder / CONFIG_FILE, folder / CHECKPOINTS
     try:
-        if config.is_file() and config.read_bytes().startswith(_HEADER_START.encode()):
+        if holds_run(folder):
             return []
-        if layout.final_folders(checkpoints) or layout.partial_folders(checkpoints):
-            return []
-        found = [name for name in _WRITTEN if _has_content(folder / name)]
-        others = sorted(path.name for path in folder.iterdir() if path.name not in _WRITTEN)
+        found = [name for name in WRITTEN if _has_content(folder / name)]
+        others = sorted(path.name for path in folder.iterdir() if path.name not in WRITTEN)
     except OSError as error:
         raise _unreadable(folder, error) from error
     if found:

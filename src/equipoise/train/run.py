@@ -12,12 +12,13 @@ from equipoise.data import build_dataset
 from equipoise.distributed.agree import raise_together
 from equipoise.distributed.world import World, join_world
 from equipoise.errors import CheckpointError
+from equipoise.run_files import CHECKPOINTS
 from equipoise.train.config import TrainConfig
 from equipoise.train.log import configure_logging
 from equipoise.train.progress import ByteProgress
 from equipoise.train.resolved import hold_run_folder, save_resolved
 from equipoise.train.stop import StopSignals
-from equipoise.train.trainer import CHECKPOINTS, Trainer
+from equipoise.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -33,6 +33,7 @@ from equipoise.models.config import model_changes
 from equipoise.models.parallelize import build_parallel_model
 from equipoise.observe.profiler import FOLDER as PROFILES
 from equipoise.observe.profiler import Profiler
+from equipoise.run_files import CHECKPOINTS
 from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
 from equipoise.train.memory import refuse_too_large_together
@@ -40,7 +41,6 @@ from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
 from equipoise.train.progress import ByteProgress
 from equipoise.train.record import StepRecorder
-from equipoise.train.resolved import CHECKPOINTS
 from equipoise.train.step import StepResult, TrainStep, run_model
 from equipoise.train.stop import StopSignals
 from equipoise.train.timing import PhaseTimer, StepTimes
