@@ -8,17 +8,16 @@ from pathlib import Path
 from equipoise.accelerator import get_accelerator
 from equipoise.checkpoint.hf import dtype_of, export, open_source
 from equipoise.checkpoint.layout import step_path
-from equipoise.data import build_dataset
-from equipoise.distributed.agree import raise_together
+from equipoise.distributed.agree import together
 from equipoise.distributed.world import World, join_world
 from equipoise.errors import CheckpointError
 from equipoise.run_files import CHECKPOINTS
 from equipoise.train.config import TrainConfig
 from equipoise.train.log import configure_logging
 from equipoise.train.progress import ByteProgress
-from equipoise.train.resolved import hold_run_folder, save_resolved
+from equipoise.train.resolved import check_run_folder, hold_run_folder, save_resolved
 from equipoise.train.stop import StopSignals
-from equipoise.train.trainer import Trainer
+from equipoise.train.trainer import Trainer, build_datasets
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +44,20 @@ def run_training(
         resume_step: continue from the checkpoint of this step instead of the newest.
     """
     configure_logging()
-    loop = config.train
-    datasets = build_dataset(config.data, loop.sequence_length, vocab_size=config.model.vocab_size, seed=loop.seed)
     with (
         StopSignals() as stop,
         join_world(get_accelerator(), config.parallel.timeout_s) as world,
         ExitStack() as held,
     ):
+        together(lambda: check_run_folder(out, resume, resume_step), world)
         on_rank_0(world, lambda: held.enter_context(hold_run_folder(out)))
+        datasets = build_datasets(config, world)
         trainer = Trainer(config, world, datasets, out, stop)
         trainer.restore(resume, resume_step)
         # Only now: a run that the checkpoints refuse leaves the settings of the run that wrote them.
         on_rank_0(world, lambda: save_resolved(config, out, argv, typed))
         trainer.run()
-        if world.rank == 0 and config.save_hf and trainer.step == loop.steps:
+        if world.rank == 0 and config.save_hf and trainer.step == config.train.steps:
             last = step_path(out / CHECKPOINTS, trainer.step)
         else:
             last = None
@@ -86,10 +85,4 @@ def save_hf(checkpoint: Path, target: Path) -> None:
 
 def on_rank_0(world: World, action: Callable[[], object]) -> None:
     """Does something on rank 0 alone; its error is raised on every rank. Collective."""
-    error: Exception | None = None
-    if world.rank == 0:
-        try:
-            action()
-        except Exception as e:
-            error = e
-    raise_together(error, world)
+    together(lambda: action() if world.rank == 0 else None, world)
