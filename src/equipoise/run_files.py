@@ -13,6 +13,7 @@ WRITTEN = (CONFIG_FILE, RUN_FILE, "metrics.jsonl", CHECKPOINTS, "trace", "profil
 """All that a run writes into its folder, or may be asked to."""
 HEADER_START = "# Resolved settings of this run."
 """How the `config.toml` of a run begins."""
+_PREVIOUS = re.compile(r"[.-]previous(-\d+)?")
 _CHECKPOINT = re.compile(r"step-\d{8,}(\.tmp)?")
 
 
@@ -43,4 +44,7 @@ def run_of(path: Path, below: Path | None = None) -> Path | None:
 
 
 def _is_written(name: str) -> bool:
-    return name in WRITTEN or (name.endswith(TEMPORARY) and name.startswith(WRITTEN))
+    """Also what is kept of an earlier run or end (`trace-previous-2`), and what a run that died was writing."""
+    return (
+        name in WRITTEN or _PREVIOUS.sub("", name) in WRITTEN or (name.endswith(TEMPORARY) and name.startswith(WRITTEN))
+    )

@@ -68,7 +68,7 @@ def write_run(folder: Path) -> None:
         "trace/a.parquet",
         "hf/merges.txt",
     )
-    for name in (*files, "metrics.jsonl.7.tmp", "tensorboard/x"):
+    for name in (*files, "metrics.jsonl.7.tmp", "tensorboard/x", "metrics.previous.jsonl", "hf-previous-2/x.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("of the run")
     (folder / "config.toml").write_text(f"{HEADER_START} To repeat it: ...\n")
@@ -88,7 +88,7 @@ def test_what_runs_write_into_a_source_is_no_text(tmp_path: Path, run: str) -> N
     write_run(tmp_path / run)
     documents, report = read_with_report(tmp_path)
     assert documents == before
-    assert dict(report.skipped) == {"files that training runs have written were skipped": 8}
+    assert dict(report.skipped) == {"files that training runs have written were skipped": 10}
     (tmp_path / run / "config.toml").write_text("steps = 1  # edited")  # its checkpoints still tell
     assert read(tmp_path) == before
     with pytest.raises(DataError, match=r"among the .* files of .* but 1 that training runs have written; change"):
