@@ -28,7 +28,7 @@ from equipoise.accelerator import get_accelerator
 from equipoise.balance import Balancer
 from equipoise.bench.advice import measure_copy_tokens, slots_for
 from equipoise.bench.hot_experts import HotExperts
-from equipoise.bench.results import device_word, results_folder, write_results
+from equipoise.bench.results import device_word, parse_options, results_file, write_results
 from equipoise.data import DataConfig, build_dataset
 from equipoise.dispatch import Dispatcher, build_dispatcher
 from equipoise.distributed.agree import gather_json
@@ -284,8 +284,7 @@ def main() -> None:
     parser.add_argument(
         "--weighs-rows", action=argparse.BooleanOptionalAction, help="dispatch.weighs_rows, in all symmetric modes"
     )
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parse_options(parser)
     config = benchmark_config(options.recipe, options.layers)
     chosen = config.dispatch.model_copy(update={"weighs_rows": options.weighs_rows})
     config = config.model_copy(update={"dispatch": chosen})
@@ -303,7 +302,7 @@ def main() -> None:
             print(f"a copy costs {copy_tokens} tokens; slots for the hot rank: {slots}", flush=True)
         bench = Bench(config, world, stop, folder / "main")
         name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
-        out = options.out or results_folder() / f"balance-{device_word(name)}-ep{plan.axes.ep}.json"
+        out = results_file(options, f"balance-{device_word(name)}-ep{plan.axes.ep}.json")
         hardware = {"device": name, "devices": world.size, "copy_tokens": copy_tokens}
 
         def save(rows: list[dict[str, Any]], overhead: dict[str, float] | None = None) -> None:

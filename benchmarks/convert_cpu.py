@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from equipoise.bench.results import results_folder, write_results
+from equipoise.bench.results import parse_options, results_file, write_results
 from equipoise.checkpoint.hf import HFMapping, export, hf_config, open_source
 from equipoise.checkpoint.hf.safetensors_file import SafetensorsReader, SafetensorsWriter, as_bytes
 from equipoise.models.config import ModelConfig
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary folder by default")
     parser.add_argument("--small", action="store_true", help="a toy, to see that everything runs; writes no results")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse_options(parser)
     if args.one:
         print(json.dumps(convert(Path(args.one[0]), Path(args.one[1]), args.one[2])))
         return
@@ -182,7 +182,7 @@ def main() -> None:
         rows, summary = measure(Path(folder), args.turns, MODEL | small)
     print(json.dumps(summary, indent=1))
     if not args.small:
-        path = write_results(results_folder() / "convert-cpu.json", rows, summary, ["torch", "equipoise"])
+        path = write_results(results_file(args, "convert-cpu.json"), rows, summary, ["torch", "equipoise"])
         print(f"written to {path}")
 
 

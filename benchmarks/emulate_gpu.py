@@ -19,7 +19,7 @@ import torch
 
 from equipoise.balance import Placement, PlannerSettings, planner_maker
 from equipoise.balance.device_planner import DevicePlanner
-from equipoise.bench.results import device_word, results_folder, write_results
+from equipoise.bench.results import device_word, parse_options, results_file, write_results
 from equipoise.kernels.grouped_mlp import grouped_mlp
 from equipoise.kernels.reroute import reroute_permutation
 from equipoise.moe.synthetic import Workload
@@ -159,17 +159,18 @@ def emulate(emulator: Emulator, group: Group) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parse_options(parser)
     has_gpu = torch.cuda.is_available()
     emulator = Emulator(torch.device("cuda" if has_gpu else "cpu"))
+    name = torch.cuda.get_device_name() if has_gpu else "cpu"
+    out = results_file(options, f"emulate-{device_word(name)}.json")
     rows: list[dict[str, Any]] = []
     for group in GROUPS if has_gpu else TINY:  # a run that is cut short has a file of the groups so far
         rows += emulate(emulator, group)
-        write(rows, options.out, torch.cuda.get_device_name() if has_gpu else "cpu")
+        write(rows, out, name)
 
 
-def write(rows: list[dict[str, Any]], out: Path | None, name: str) -> None:
+def write(rows: list[dict[str, Any]], out: Path, name: str) -> None:
     of = {(row["num_ranks"], row["workload"], row["imbalance"], row["mode"]): row for row in rows}
     cases = list(dict.fromkeys(key[:3] for key in of))
     summary = {
@@ -180,7 +181,6 @@ def write(rows: list[dict[str, Any]], out: Path | None, name: str) -> None:
         }
         for case in cases
     }
-    out = out or results_folder() / f"emulate-{device_word(name)}.json"
     print(summary, write_results(out, rows, summary, ("torch", "triton"), {"device": name}), flush=True)
 
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from equipoise.accelerator import get_accelerator
 from equipoise.bench.exposed import exposures, kernel_times, read_kernels
 from equipoise.bench.hot_experts import HotExperts
-from equipoise.bench.results import device_word, results_folder, write_results
+from equipoise.bench.results import device_word, parse_options, results_file, write_results
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import join_world
 from equipoise.moe.synthetic import Workload
@@ -52,8 +52,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--recipe", default="h200-ep2")
     parser.add_argument("--imbalance", type=float, default=1.6)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parse_options(parser)
     config = benchmark_config(options.recipe, options.layers)
     rows: list[dict[str, Any]] = []
     with StopSignals() as stop, join_world(get_accelerator(), 120.0) as world:
@@ -82,9 +81,9 @@ def main() -> None:
                 if row["mode"] == "on"
             }
             name = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
-            out = options.out or results_folder() / f"exposed-{device_word(name)}-ep{ep}.json"
+            out = results_file(options, f"exposed-{device_word(name)}-ep{ep}.json")
             hardware = {"device": name, "devices": world.size}
-            write_results(out, rows, summary, ("torch", "triton"), hardware)
+            print("written to", write_results(out, rows, summary, ("torch", "triton"), hardware), flush=True)
 
 
 if __name__ == "__main__":

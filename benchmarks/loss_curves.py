@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from equipoise.bench.results import results_folder, write_results
+from equipoise.bench.results import free_unless, parse_options, results_file, write_results
 
 MODES = {"off": ("--balance", "none"), "on": ("--balance.num-redundant-experts-per-rank",)}
 COLORS = {"off": "#1f5fbf", "on": "#d9480f"}
@@ -145,10 +145,9 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=600.0, help="of each run; what it has by then is taken")
     parser.add_argument("--at-once", action="store_true", help="both runs on the same devices at the same time")
-    parser.add_argument("--out", type=Path, help="of the JSON; the figure lies beside it")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     own, more = sys.argv[1:split], sys.argv[split + 1 :]
-    options = parser.parse_args(own)
+    options = parse_options(parser, own)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the runs too
     rows: list[dict[str, Any]] = []
     losses: dict[str, list[float]] = {}
@@ -176,12 +175,13 @@ def main() -> None:
                 if process.poll() is None:
                     end(process)
     summary = curve_summary(losses["off"], losses["on"])
-    out = options.out or results_folder() / f"loss-curves-{options.recipe}.json"
+    out = results_file(options, f"loss-curves-{options.recipe}.json")
     write_results(out, rows, summary, ("torch", "triton"))
     title = f"{options.recipe}: training loss, balancing off and on, {summary['steps']} steps"
     both = {mode: values[: summary["steps"]] for mode, values in losses.items()}
-    out.with_suffix(".svg").write_text(figure(both, title))
-    print(summary, out, flush=True)
+    picture = free_unless(options.replace, out.with_suffix(".svg"))
+    picture.write_text(figure(both, title))
+    print(summary, out, picture, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Writes the public workload files: W0 to W7 as load traces of their own, and what training runs recorded.
 
-    python benchmarks/make_workloads.py [--run runs/demo]...
+    python benchmarks/make_workloads.py [--run runs/demo]... [--replace]
 
 Into benchmarks/workloads/: `W2-hot_rank/` and so on, 8 ranks x 64 experts, 8 of them per token, 4,096 tokens of each
 rank, 8 steps, as `[synthetic_routing]` lays them down; and for each --run its trace's rows with matrices and sequences,
-under the run folder's name. docs/traces.md describes the files; a folder that is there is replaced.
+under the run folder's name. docs/traces.md describes the files; a folder that is there is replaced only with --replace.
 """
 
 import argparse
@@ -26,11 +26,15 @@ OUT = Path(__file__).with_name("workloads")
 RANKS, EXPERTS, TOP_K, TOKENS, STEPS, IMBALANCE = 8, 64, 8, 4096, 8, 1.5
 
 
+def workload_folder(number: int, name: str) -> str:
+    return f"W{number}-{name}"
+
+
 def write_workload(number: int, name: str) -> Path:
     """One workload's trace: one layer, one microbatch in each step."""
     largest = Workload(name, 1.0, EXPERTS, TOP_K, RANKS).largest_imbalance
     workload = Workload(name, min(IMBALANCE, largest), EXPERTS, TOP_K, RANKS)
-    folder = OUT / f"W{number}-{name}"
+    folder = OUT / workload_folder(number, name)
     shutil.rmtree(folder, ignore_errors=True)
     with TraceWriter(folder, TraceInfo(1, EXPERTS, TOP_K, RANKS, workload=name)) as writer:
         for block in exact_loads(workload, TOKENS, num_layers=1, num_steps=STEPS):
@@ -57,7 +61,15 @@ def write_run(run: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, action="append", default=[], help="a run folder with a trace")
+    parser.add_argument("--replace", action="store_true", help="write over the folders that are there")
     options = parser.parse_args()
+    names = [
+        *(workload_folder(number, name) for number, name in enumerate(WORKLOADS)),
+        *(run.name for run in options.run),
+    ]
+    there = [name for name in names if (OUT / name).exists()]
+    if there and not options.replace:
+        parser.error(f"{OUT} has {', '.join(there)} already; give --replace to write over them")
     folders = [write_workload(number, name) for number, name in enumerate(WORKLOADS)]
     folders += [write_run(run) for run in options.run]
     for folder in folders:

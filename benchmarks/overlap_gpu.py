@@ -11,7 +11,6 @@ benchmarks/results/overlap-h200x2.json)
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from transport_gpu import HIDDEN, INNER, NUM_EXPERTS, TOP_K, Bench
 
 from equipoise.accelerator import accelerator_for
-from equipoise.bench.results import device_word, results_folder, write_results
+from equipoise.bench.results import device_word, parse_options, results_file, write_results
 from equipoise.dispatch import SymmetricDispatcher, build_dispatcher
 from equipoise.dispatch.base import Dispatcher
 from equipoise.models.config import ModelConfig
@@ -134,12 +133,11 @@ def measure(bench: Bench, tokens: int, shared: int, dispatchers: dict[str, Calla
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--programs", type=int, nargs="*", default=[0, 32, 64, 128])
     parser.add_argument("--warps", type=int, default=16, help="of the exchanges with fewer programs")
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 16384])
     parser.add_argument("--shared", type=int, nargs="*", default=[1, 2])
-    options = parser.parse_args()
+    options = parse_options(parser)
     bench = Bench()
 
     def symmetric(tokens: int, programs: int) -> Dispatcher:
@@ -161,7 +159,7 @@ def main() -> None:
         of = lambda row: f"{row['dispatcher']}, {row['tokens']} tokens, {row['shared_experts']} shared"  # noqa: E731
         summary = {key: {of(row): row[key] for row in bench.rows} for key in ("hidden", "speedup")}
         name = torch.cuda.get_device_name()
-        out = options.out or results_folder() / f"overlap-{device_word(name)}x{bench.size}.json"
+        out = results_file(options, f"overlap-{device_word(name)}x{bench.size}.json")
         hardware = {"device": name, "devices": bench.size}
         print(summary, write_results(out, bench.rows, summary, ("torch", "triton"), hardware), flush=True)
     dist.destroy_process_group()

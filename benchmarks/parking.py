@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from equipoise.bench.results import results_folder, write_results
+from equipoise.bench.results import parse_options, results_file, write_results
 
 MODEL = {
     "vocab_size": 512,
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--ep-size", type=int, default=2, help="ranks that share one set of experts")
     parser.add_argument("--cycles", type=int, default=20)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_options(parser)
     if options.work:
         options.work.write_text(json.dumps(work(options.ep_size, options.cycles)))
         return
@@ -224,7 +224,8 @@ def main() -> None:
     rows = [{"rank": rank, **row} for rank, found in enumerate(ranks) for row in found["rows"]]
     on_device = summary["memory_of"] == "device"
     hardware = {"device": ranks[0]["device"], "devices": options.processes} if on_device else {}
-    path = write_results(results_folder() / f"{options.name}.json", rows, summary, ["torch", "equipoise"], hardware)
+    out = results_file(options, f"{options.name}.json")
+    path = write_results(out, rows, summary, ["torch", "equipoise"], hardware)
     print(json.dumps(summary, indent=1), f"\nwritten to {path}")
     if not summary["equal_to_training_without_parking"]:
         raise SystemExit("training through parking differs from training without it")

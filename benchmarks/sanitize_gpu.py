@@ -28,7 +28,7 @@ import triton.language as tl
 from equipoise.balance.device_planner import DevicePlanner
 from equipoise.balance.protocol import PlannerSettings
 from equipoise.bench.reroute_speed import reroute_case
-from equipoise.bench.results import device_word, results_folder, write_results
+from equipoise.bench.results import device_word, parse_options, results_file, write_results
 from equipoise.kernels import grouped_launch_triton
 from equipoise.kernels.adamw_triton import adamw
 from equipoise.kernels.checksum import copy_with_checksum, new_totals
@@ -256,8 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[*PARTS, "planted"], help="run these kernels alone, without the tool")
     parser.add_argument("--timeout", type=int, default=300, metavar="S", help="of one part under one tool")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parse_options(parser)
     if options.part is not None:
         (PARTS | {"planted": planted})[options.part]()
         torch.cuda.synchronize()
@@ -286,7 +285,7 @@ def main() -> None:
         "checks_without_errors": sum(row["errors"] == 0 for row in results),
         "errors": sum(row["errors"] or 0 for row in results),
     }
-    out = options.out or results_folder() / f"sanitizer-{device_word(name)}.json"
+    out = results_file(options, f"sanitizer-{device_word(name)}.json")
     print(summary, "written to", write_results(out, results, summary, ["torch", "triton"], {"accelerator": name}))
     if summary["checks_without_errors"] != summary["checks"]:
         sys.exit(1)

@@ -13,8 +13,8 @@ instead.)
 Files of `balance_gpu.py` do not say their model: a recipe and the number of layers do.
 
 Writes rows and `simulate_error_max_NAME`, NAME as in the file's name, into benchmarks/results/observe.json, and what
-the error is with the preset's time for planning, `simulate_error_max_NAME_preset`; other keys stay. Loads of the
-router's own choice are not in such a file, so they are left out.
+the error is with the preset's time for planning, `simulate_error_max_NAME_preset`; with --replace into the file that is
+there, whose other keys stay. Loads of the router's own choice are not in such a file, so they are left out.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 from equipoise.balance.protocol import PlannerSettings
 from equipoise.bench.balance import FORCED, NATURAL, OFF, ON
-from equipoise.bench.results import results_folder, update_results
+from equipoise.bench.results import parse_options, results_file, update_results
 from equipoise.moe.synthetic import Workload
 from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
 from equipoise.simulate.loads import exact_loads
@@ -78,8 +78,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, required=True, help="of each rank in a microbatch of that run")
     parser.add_argument("--recipe", help="of a file of balance_gpu.py")
     parser.add_argument("--layers", type=int, help="of a file of balance_gpu.py")
-    parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
-    options = parser.parse_args()
+    options = parse_options(parser)
     content, hardware = json.loads(options.results.read_text()), load_hardware(options.hardware)
     if options.recipe:
         content = of_balance_gpu(content, options.recipe, options.layers, options.tokens)
@@ -108,8 +107,8 @@ def main() -> None:
         print(f"{key[0]:12} {key[1]:8} {figures}, spread {spread:.0%}")
     worst = {f"simulate_error_max_{name}": max(abs(row["error"]) for row in rows)}
     worst |= {f"simulate_error_max_{name}_preset": max(errors)}
-    update_results(options.out, [part], rows, worst, ["equipoise", "numba"])
-    print(json.dumps(worst))
+    out = update_results(results_file(options, "observe.json"), [part], rows, worst, ["equipoise", "numba"])
+    print(json.dumps(worst), f"\nwritten to {out}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ One core is pinned per rank. Calibration loads and the workloads take turns in t
 under several names (perfectly even routing, mostly) is measured once in a round. The rates are fitted
 to the calibration loads alone (those of `equipoise bench calibrate`); then `simulate` predicts every workload and mode
 from the loads that were laid down. Writes rows and `simulate_error_max`, the largest relative error of a predicted
-step, into benchmarks/results/observe.json; other keys stay. The calibration, which `simulate` can read, goes to
-calibrations/cpu-ep2.json beside it.
+step, into benchmarks/results/observe.json; with --replace into the file that is there, whose other keys stay. The
+calibration, which `simulate` can read, goes to calibrations/cpu-ep2.json beside it.
 
 On GPUs, under a launcher: `--raw FILE --recipe qwen3-30b-a3b -- SETTINGS` measures, `--from FILE --name NAME` fits and
 predicts anywhere; the key is then `simulate_error_max_NAME`.
@@ -40,7 +40,7 @@ from equipoise.bench.calibrate_run import (
     tokens_per_rank,
     unfitted,
 )
-from equipoise.bench.results import results_folder, update_results
+from equipoise.bench.results import free_unless, parse_options, results_file, update_results
 from equipoise.data import build_dataset
 from equipoise.distributed.world import join_world
 from equipoise.moe.synthetic import BURST_EVERY, WORKLOADS, Workload
@@ -139,7 +139,7 @@ def same_work(loads: list[Load]) -> dict[str, str]:
     return found
 
 
-def write(raw: Path, name: str, out: Path) -> None:
+def write(raw: Path, name: str, out: Path, replace_calibration: bool) -> None:
     """Fits, predicts, prints and writes the results."""
     content = json.loads(raw.read_text())
     config, measured = TrainConfig.model_validate_json(json.dumps(content["config"])), content["seconds"]
@@ -170,12 +170,12 @@ def write(raw: Path, name: str, out: Path) -> None:
         row["error"] = guess / row["measured_s"] - 1
         print(f"{load.name:32} {row['measured_s'] * 1e3:9.2f} ms, predicted {guess * 1e3:9.2f} ms {row['error']:+7.1%}")
     worst = max(abs(row["error"]) for row in rows if row["part"] == parts[1])
-    calibration_file = out.parent / "calibrations" / f"{name}.json"
+    calibration_file = free_unless(replace_calibration, out.parent / "calibrations" / f"{name}.json")
     calibration_file.parent.mkdir(exist_ok=True)
     calibration_file.write_text(hardware.to_json())
     key = "simulate_error_max" if name == CPU else f"simulate_error_max_{name}"
     update_results(out, parts, rows, {key: worst}, ["torch", "equipoise", "numba", "scipy"])
-    print(json.dumps({key: worst, "rounds": len(values)}))
+    print(json.dumps({key: worst, "rounds": len(values)}), f"\nwritten to {out} and {calibration_file}")
 
 
 def main() -> None:
@@ -183,18 +183,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--name", default=CPU, help="of the machine, in the results")
     parser.add_argument("--recipe", default=str(RECIPE))
-    parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
     parser.add_argument("--raw", type=Path, help="measure only, and write the seconds here")
     parser.add_argument("--from", dest="from_raw", type=Path, help="fit and predict from such a file")
     parser.add_argument("settings", nargs="*", help="settings of the recipe, after --")
-    options = parser.parse_args()
+    options = parse_options(parser)
+    out = results_file(options, "observe.json")
     if options.from_raw is not None:
-        write(options.from_raw, options.name, options.out)
+        write(options.from_raw, options.name, out, options.replace)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     own = SETTINGS if options.recipe == str(RECIPE) else []
     config = check_study(load_config(TrainConfig, options.recipe, [*own, *options.settings]), 2)
-    raw = options.raw or options.out.with_suffix(".raw.json")
+    raw = options.raw or out.with_suffix(".raw.json")
     raw.parent.mkdir(parents=True, exist_ok=True)
     if launch.has_launcher(os.environ):
         if launch.is_own_worker(os.environ):
@@ -203,7 +203,7 @@ def main() -> None:
         return
     launch.launch(2, [sys.executable, __file__, *sys.argv[1:]])
     if options.raw is None:
-        write(raw, options.name, options.out)
+        write(raw, options.name, out, options.replace)
         raw.unlink()
 
 

@@ -3,19 +3,19 @@
     python benchmarks/simulate_sweep.py [--microbatches 1000]
 
 Every layer and microbatch has a load of its own. Checks that plans equal the public planner's, bit for bit, for some of
-the loads, and writes `sweep_s` into benchmarks/results/observe.json; other keys stay.
+the loads, and writes `sweep_s` into benchmarks/results/observe.json; with --replace into the file that is there, whose
+other keys stay.
 """
 
 import argparse
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from equipoise.balance import ExactLoadPlanner, PlannerSettings
-from equipoise.bench.results import results_folder, update_results
+from equipoise.bench.results import parse_options, results_file, update_results
 from equipoise.simulate.hardware import ExpertSize, load_hardware
 from equipoise.simulate.loads import drawn_loads
 from equipoise.simulate.sweep import Sweep, run_sweep
@@ -45,8 +45,7 @@ def differing(checked: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
-    options = parser.parse_args()
+    options = parse_options(parser)
     wrong = differing(LAYERS)
     assert wrong == 0, f"{wrong} plans differ from the public planner's"
     sweep = Sweep(ranks=[RANKS], slots=[1], tolerances=[0.01])
@@ -57,7 +56,9 @@ def main() -> None:
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     print(json.dumps({"sweep_s": seconds, "processor_s": cpu, "loads": rows[0]["loads"], "settings": len(rows)}))
     found = [{"part": "sweep", "microbatches": options.microbatches, "processor_s": cpu, **row} for row in rows]
-    update_results(options.out, ["sweep"], found, {"sweep_s": seconds}, ["numba", "numpy", "pandas", "torch"])
+    packages = ["numba", "numpy", "pandas", "torch"]
+    out = results_file(options, "observe.json")
+    print("written to", update_results(out, ["sweep"], found, {"sweep_s": seconds}, packages))
 
 
 if __name__ == "__main__":

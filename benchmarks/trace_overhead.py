@@ -5,7 +5,8 @@
 Blocks of 10 steps take turns: all recorded (one of them with matrices, as one in ten recorded steps is by default), the
 files written at the block's end and waited for; and none recorded. By default one step in ten is recorded, so the
 overhead is a tenth of the blocks' relative difference; the median over pairs of neighbouring blocks is
-`trace_overhead` in benchmarks/results/observe.json (on GPUs, under a launcher, `trace_overhead_gpu`); other keys stay.
+`trace_overhead` in benchmarks/results/observe.json (on GPUs, under a launcher, `trace_overhead_gpu`); with --replace in
+the file that is there, whose other keys stay.
 On the CPU one core is pinned per rank. Balancing is on, but with one rank, which has nobody to balance with.
 """
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from equipoise import launch
 from equipoise.accelerator import get_accelerator
-from equipoise.bench.results import results_folder, update_results
+from equipoise.bench.results import parse_options, results_file, update_results
 from equipoise.data import build_dataset
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import join_world
@@ -99,7 +100,7 @@ def measure(config: TrainConfig, pairs: int, out: Path) -> None:
             rows = [{**row, "part": key, "device": accelerator.device_name()} for row in rows]
             step_ms = 1e3 * statistics.median(b for _, b in found) / BLOCK
             print(json.dumps(summary | {"of_a_recorded_step": of_recorded, "plain_step_ms": step_ms}))
-            update_results(out, [key], rows, summary, ["torch", "equipoise", "pyarrow"])
+            print("written to", update_results(out, [key], rows, summary, ["torch", "equipoise", "pyarrow"]))
 
 
 def check(folder: Path) -> None:
@@ -125,8 +126,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--recipe", default="demo")
     parser.add_argument("settings", nargs="*", help="settings of the recipe, after --")
-    parser.add_argument("--out", type=Path, default=results_folder() / "observe.json")
-    options = parser.parse_args()
+    options = parse_options(parser)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sampling = ["--trace.every", "1", "--trace.matrices-every", str(DEFAULT.matrices_every // DEFAULT.every)]
     sampling += ["--trace.sequences-every", "0"]
@@ -136,7 +136,7 @@ def main() -> None:
     if launch.has_launcher(os.environ):
         if launch.is_own_worker(os.environ):
             launch.end_with_parent()
-        measure(config, options.pairs, options.out)
+        measure(config, options.pairs, results_file(options, "observe.json"))
     else:
         launch.launch(options.ranks, [sys.executable, __file__, *sys.argv[1:]])
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from equipoise.bench.results import results_folder, write_results
+from equipoise.bench.results import parse_options, results_file, write_results
 
 MODEL = {
     "vocab_size": 512,
@@ -181,7 +181,7 @@ class Variant:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, __file__, "--work", name, "--steps", str(steps), "--out", str(out)]
+            command = [sys.executable, __file__, "--work", name, "--steps", str(steps), "--result", str(out)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             pin = partial(os.sched_setaffinity, 0, {rank})
             self.processes.append(subprocess.Popen(command, env=env, preexec_fn=pin, **pipes))
@@ -231,10 +231,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24, help="measured steps of each variant")
     parser.add_argument("--work", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = parse_options(parser)
     if options.work:
-        work(options.work, options.steps, options.out)
+        work(options.work, options.steps, options.result)
         return
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("this benchmark pins two processes: it needs two cores")
@@ -268,7 +268,8 @@ def main() -> None:
         "model": MODEL,
         "tokens_per_step": TOKENS,
     }
-    path = write_results(results_folder() / "train-cpu.json", rows, summary, ["torch", "transformers", "equipoise"])
+    out = results_file(options, "train-cpu.json")
+    path = write_results(out, rows, summary, ["torch", "transformers", "equipoise"])
     print(json.dumps(summary, indent=1), f"\nwritten to {path}")
 
 

@@ -33,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from equipoise.bench.results import results_folder, write_results
+from equipoise.bench.results import parse_options, results_file, write_results
 
 MODEL = {
     "vocab_size": 151936,
@@ -231,7 +231,7 @@ def start(variant: str, options: argparse.Namespace) -> dict | str:
     options.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--work", variant, "--out", str(out), "--kernel", options.kernel]
+        command = [sys.executable, __file__, "--work", variant, "--result", str(out), "--kernel", options.kernel]
         for name in ("layers", "sequences", "steps"):
             command += [f"--{name}", str(getattr(options, name))]
         command += ["--profile"] * options.profile
@@ -264,14 +264,15 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
     parser.add_argument("--work", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = parse_options(parser)
     if options.work:
         is_ours = options.work == "equipoise"
         kind = "layers" in options.work, EQUAL_NUMERICS in options.work
         result = run_equipoise(options) if is_ours else run_transformers(options, *kind)
-        options.out.write_text(json.dumps(result))
+        options.result.write_text(json.dumps(result))
         return
+    out = results_file(options, "train-h200.json")
     rows: list[dict] = []
     failed: dict[str, str] = {}
     tokens = options.sequences * LENGTH
@@ -286,12 +287,12 @@ def main() -> None:
         rows.append(row | {"microbatch_sequences": result.pop("micro")} | result)
         memory, loss = result["memory_bytes"] / 2**30, result["losses"][-1]
         print(f"{variant:43} {tokens / seconds:9.0f} tokens/s, {memory:.1f} GiB, loss {loss:.3f}", flush=True)
-        write(rows, failed, options)  # each time: whatever stops a later variant takes nothing from this one
+        write(rows, failed, options, out)  # each time: whatever stops a later variant takes nothing from this one
     if failed:
         sys.exit(1)
 
 
-def write(rows: list[dict], failed: dict[str, str], options: argparse.Namespace) -> None:
+def write(rows: list[dict], failed: dict[str, str], options: argparse.Namespace, out: Path) -> None:
     """Puts the rows there are and what follows from them into the results file."""
     import torch
 
@@ -319,7 +320,7 @@ def write(rows: list[dict], failed: dict[str, str], options: argparse.Namespace)
         "not_measured": failed,
     }
     path = write_results(
-        results_folder() / "train-h200.json",
+        out,
         rows,
         summary,
         ["torch", "triton", "transformers", "equipoise"],

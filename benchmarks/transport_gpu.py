@@ -19,7 +19,6 @@ import statistics
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from equipoise.balance import BalanceConfig, Balancer, PlannerSettings
 from equipoise.balance.device_planner import ExchangingPlanner
 from equipoise.balance.transport.symmetric import DevicePull, DeviceWork, SymmetricBuffers, SymmetricTransport
 from equipoise.bench.hot_experts import HotExperts
-from equipoise.bench.results import device_word, results_folder, write_results
+from equipoise.bench.results import device_word, parse_options, results_file, write_results
 from equipoise.dispatch import SymmetricDispatcher, build_dispatcher
 from equipoise.dispatch.all_to_all import expert_major_order
 from equipoise.dispatch.base import Dispatcher
@@ -321,15 +320,14 @@ def layers(bench: Bench) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parse_options(parser)
     bench = Bench()
     summary: dict[str, Any] = {}
     for part in (plans, transfers, dispatch, layers):
         summary |= part(bench)
     if bench.rank == 0:
         name = torch.cuda.get_device_name()
-        out = options.out or results_folder() / f"transport-{device_word(name)}x{bench.size}.json"
+        out = results_file(options, f"transport-{device_word(name)}x{bench.size}.json")
         hardware = {"device": name, "devices": bench.size}
         print(summary, write_results(out, bench.rows, summary, ("torch", "triton"), hardware), flush=True)
     dist.destroy_process_group()

@@ -1,9 +1,10 @@
 """Times `equipoise view` on a generated trace of 10,000 steps x 60 layers x 256 experts, in headless Chromium.
 
-    python benchmarks/view.py --out FOLDER [--repeats 5] [--steps 10000] [--layers 60] [--experts 256] [--ranks 8]
+    python benchmarks/view.py --folder FOLDER [--repeats 5] [--steps 10000] [--layers 60] [--experts 256] [--ranks 8]
 
 Generates FOLDER/big once (several GB: every step with its matrices, and metrics), starts the command, opens the page
-and several layers, and writes its three keys into the summary of benchmarks/results/observe.json; other keys stay.
+and several layers, and writes its three keys into the summary of benchmarks/results/observe.json; with --replace into
+the file that is there, whose other keys stay.
 
 first_page_s: from asking for the page to all of its figures on the screen, the first time that anybody asks this
 server, in a browser that has just been started. Median over repeats, each with a server and a browser of its own.
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.bench.results import results_folder, write_results
+from equipoise.bench.results import parse_options, results_file, update_results
 from equipoise.observe.schema import TraceInfo
 from equipoise.observe.tables import LayerRows
 from equipoise.observe.writer import TraceWriter
@@ -141,7 +142,7 @@ def measure(run: Path, chromium: str | None) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="of the generated run, which is kept")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--layers", type=int, default=60)
     parser.add_argument("--experts", type=int, default=256)
@@ -150,8 +151,8 @@ def main() -> None:
         "--chromium", default=shutil.which("chromium"), help="path of the browser; default: %(default)s"
     )
     parser.add_argument("--repeats", type=int, default=5, help="servers and browsers that are started")
-    options = parser.parse_args()
-    run = options.out / "big"
+    options = parse_options(parser)
+    run = options.folder / "big"
     if not run.exists():
         generate(run, options.steps, options.layers, options.experts, options.ranks)
     turns = [measure(run, options.chromium) for _ in range(options.repeats)]
@@ -169,16 +170,13 @@ def main() -> None:
             indent=1,
         )
     )
-    path = results_folder() / "observe.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {"rows": [], "summary": {}}
-    kept = [row for row in earlier["rows"] if row.get("part") != "view"]
     mine = [
         {"part": "view", "turn": turn, **sizes, "trace_gb": trace_bytes / 1e9, **row}
         for turn, rows in enumerate(turns)
         for row in rows
     ]
     packages = ["equipoise", "numpy", "pyarrow", "starlette", "uvicorn", "plotly", "playwright"]
-    write_results(path, kept + mine, earlier["summary"] | summary, packages)
+    print("written to", update_results(results_file(options, "observe.json"), ["view"], mine, summary, packages))
 
 
 if __name__ == "__main__":

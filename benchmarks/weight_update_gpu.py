@@ -9,8 +9,9 @@ speed of the same group's broadcasts of buckets of that size, nothing else runni
 --part cycle (one GPU): TrainAndGenerate, phase by phase.
 --part in_process (one GPU): its update alone, from the trainer's BF16 parameters to the engine's in the same process.
 
-Each part puts its rows and its keys of the summary into benchmarks/results/weight-update.json and leaves the others'
-(--trainer-dtype float32 has keys of its own). Every part ends within --seconds, with fewer repetitions if need be.
+Each part puts its rows and its keys of the summary into benchmarks/results/weight-update.json, beside the others' where
+--replace is given, else into a new file (--trainer-dtype float32 has keys of its own). Every part ends within
+--seconds, with fewer repetitions if need be.
 The engine is the real one; its HTTP server here is the standard library's, since machines with GPUs may lack others.
 
 Run: python benchmarks/weight_update_gpu.py --part colocated
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 
 from equipoise.accelerator import get_accelerator
+from equipoise.bench.results import parse_options, results_file, update_results
 from equipoise.distributed.weight_update import ColocatedUpdate, DistributedUpdate, Phases, UpdateReport
 from equipoise.kernels.checksum import copy_with_checksum, new_totals
 from equipoise.models.config import ModelConfig
@@ -454,12 +456,10 @@ def memory_in_use() -> int:
 
 def save(rows: list[dict], summary: dict[str, Any], path: Path) -> None:
     """Beside the rows and keys of the other parts."""
-    from equipoise.bench.results import update_results
-
     command = shlex.join(["python", "benchmarks/weight_update_gpu.py", *sys.argv[1:]])
     device = get_accelerator().device_name()
     rows = [row | {"command": command, "device": device} for row in rows]
-    update_results(path, sorted({row["part"] for row in rows}), rows, summary, ["torch"])
+    print("written to", update_results(path, sorted({row["part"] for row in rows}), rows, summary, ["torch"]))
 
 
 def main() -> None:
@@ -473,8 +473,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[2], help="buckets at a time on a shared device")
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=60, help="of one part, starting it included")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/weight-update.json"))
-    asked = parser.parse_args()
+    asked = parse_options(parser)
     layers = asked.layers or (4 if asked.part == "cycle" else 24)
     if asked.role == "engine":
         run_engine(layers, asked.dtype)
@@ -489,7 +488,7 @@ def main() -> None:
         rows, summary = colocated(layers, buckets, asked.slots, asked.times, dtype, asked.seconds)
     else:
         rows, summary = distributed(layers, buckets, asked.times, asked.seconds)
-    save(rows, summary, asked.out)
+    save(rows, summary, results_file(asked, "weight-update.json"))
     print(json.dumps(summary, indent=1))
 
 

@@ -24,13 +24,15 @@ from equipoise.bench.group import bench
 from equipoise.convert import convert
 from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.exit_codes import EXIT_FAILED, exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, check_out, option_names
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, option_names
+from equipoise.outputs import check_out
+from equipoise.run_files import CHECKPOINTS
 from equipoise.serve_command import serve
 from equipoise.trace.command import HELP as TRACE_HELP
 from equipoise.trace.command import trace_model
 from equipoise.train.load import load_config, split_recipe
 from equipoise.train.recipes import is_path, list_recipes
-from equipoise.train.resolved import CHECKPOINTS, check_run_folder, removed_if_empty
+from equipoise.train.resolved import check_run_folder, removed_if_empty
 from equipoise.train.schema import Schema, read_schema
 from equipoise.train.stop import StopSignals
 
@@ -187,8 +189,8 @@ def _train(
         _run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume, typed, resume_step
     )
     with removed_if_empty(out, made):
-        check_run_folder(out, resume, resume_step)
-        if not joins:
+        if not joins:  # else the ranks look together
+            check_run_folder(out, resume, resume_step)
             _check_start(config, count, out / CHECKPOINTS, resume_step)
         launch.start(count, [*command, "--typed", typed], run)
 

@@ -4,6 +4,9 @@
 class EquipoiseError(Exception):
     """Base of the errors below; the command line prints its text without a traceback and exits with 1."""
 
+    told_by: int | None = None
+    """The rank whose command line prints it, where several ranks raise it together; None: each that raises it."""
+
 
 class ConfigError(EquipoiseError, ValueError):
     """A setting is unknown, malformed, or impossible in combination with another."""

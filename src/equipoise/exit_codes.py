@@ -17,7 +17,7 @@ from equipoise.train.stop import StoppedBySignal
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-RANK_0_SPEAKS_S = 2.0
+OTHER_SPEAKS_S = 2.0
 
 
 @contextlib.contextmanager
@@ -41,13 +41,15 @@ def exit_codes() -> Iterator[None]:
 
 
 def _report(error: EquipoiseError) -> None:
-    """Print the message once: by the launching process if it can, else by rank 0 for configuration errors."""
+    """Print the message once: by the launching process if it can, else by the rank that is to tell it, which for
+    configuration errors is rank 0."""
     recorded = launch.record_error(error)
     if recorded and launch.is_own_worker(os.environ):
         return
     rank = os.environ.get("RANK", "0") if launch.has_launcher(os.environ) else None
-    if isinstance(error, ConfigError) and rank not in (None, "0"):
-        time.sleep(RANK_0_SPEAKS_S)  # a launcher may end rank 0, which has the same message, once this rank ends
+    told_by = 0 if error.told_by is None and isinstance(error, ConfigError) else error.told_by
+    if rank is not None and told_by is not None and rank != str(told_by):
+        time.sleep(OTHER_SPEAKS_S)  # a launcher may end that rank, which has the message, once this rank ends
         return
     where = f" (rank {rank})" if rank is not None and not isinstance(error, ConfigError) else ""
-    typer.echo(f"Error{where}: {error}", err=True)
+    typer.echo("\n".join([f"Error{where}: {error}", *getattr(error, "__notes__", [])]), err=True)

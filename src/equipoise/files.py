@@ -1,7 +1,8 @@
-"""Files that are written whole or not at all, and names that are free."""
+"""Files that are written whole or not at all, names that are free, and folders that can be written."""
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,3 +37,9 @@ def free_name(path: Path) -> Path:
         number += 1
         found = path.with_stem(f"{path.stem}-{number}")
     return found
+
+
+def try_writing(folder: Path) -> None:
+    """Raises the OSError of a folder in which no file can be written; leaves none there."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"\0")

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import distributed as dist
 from distributed.harness import observe_ranks, run_ranks
 from equipoise.accelerator import CPUAccelerator
 from equipoise.distributed import all_reduce_sum, gather_json, join_world, raise_together
+from equipoise.distributed.agree import together
 from equipoise.errors import ConfigError, DataError, RankFailure
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -103,6 +105,11 @@ def test_an_exception_of_one_rank_ends_all_and_is_told_to_the_others(failing: in
     assert "DataError: shard-3 is unreadable" in trace
 
 
+def fail_with(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
 def agree() -> dict:
     with join_world(CPUAccelerator(), 20) as world:
         seen: dict = {"values": gather_json(["x" * world.rank, None, 1.5, {"k": [world.rank]}], world)}
@@ -113,6 +120,12 @@ def agree() -> dict:
                 raise_together(own, scope)
             except (ValueError, RankFailure) as e:
                 seen["error"] = (type(e).__name__, str(e), getattr(e, "__notes__", []))
+        data = DataError("no text" if world.rank < 3 else "no column") if world.rank else None
+        try:
+            together(partial(fail_with, data), world)
+        except (DataError, RankFailure) as e:
+            seen["data"] = (e is data, e.told_by, "\n".join([str(e), *getattr(e, "__notes__", [])]))
+        seen["together"] = together(lambda: world.rank, world)
         pair = world.groups.create_partition("pair", [[0, 1], [2, 3]])
         seen["pair"] = gather_json(world.rank, pair)
         try:
@@ -152,3 +165,12 @@ def test_agreement_between_four_ranks() -> None:
             assert "rank 1: ValueError: bad shard 1" in text
             assert "rank 3: ValueError: bad shard 3" in text
     assert "TypeError" in seen[2]["unwritable"]
+    assert [s["together"] for s in seen] == [0, 1, 2, 3]
+    assert [s["data"][:2] for s in seen] == [(rank > 0, 1) for rank in range(4)], "rank 1 is to tell it"
+    texts = [s["data"][2] for s in seen]
+    assert texts[0] == "3 of 4 ranks failed:\n  ranks 1-2: DataError: no text\n  rank 3: DataError: no column"
+    for text in texts[1:3]:
+        assert text == (
+            "no text\n(the same on ranks 1-2 of 4)\nOther ranks of 4 failed otherwise:\n  rank 3: DataError: no column"
+        )
+    assert texts[3] == "no column\nOther ranks of 4 failed otherwise:\n  ranks 1-2: DataError: no text"

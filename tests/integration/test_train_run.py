@@ -180,6 +180,33 @@ def test_a_closed_pipe_ends_the_display_and_not_the_training(base: Base) -> None
     assert checkpoints(base.folder / "piped") == [30]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("--data.source", "missing"), "data.source 'missing' does not exist"),
+        (("--out", "base", "--train.global-batch-size", "8"), "the saved data position belongs to"),
+        (("--out", "base", "--no-resume"), "base/checkpoints holds step-00000030 of an earlier run"),
+        (("--out", "base", "--resume-step", "7"), "cannot resume from step 7"),
+        (
+            ("--out", "base", "--model.rope-theta", "3.0"),
+            "base/checkpoints/step-00000030: the checkpoint is of a model that",
+        ),
+    ],
+    ids=str,
+)
+def test_under_torchrun_a_mistake_is_told_once(base: Base, settings: tuple[str, ...], message: str) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = Command(base.folder, [*torchrun, "-m", *PROGRAM[2:], "train", "recipe.toml", *EP2, *settings])
+    assert command.wait() != 0
+    output = command.output()
+    told = [line for line in output.splitlines() if line.startswith("Error")]
+    assert len(told) == 1, output
+    assert told[0].startswith(f"Error (rank 0): {message}")
+    assert "(the same on ranks 0-1 of 2)" in output or "--out" in told[0]
+    assert not list(base.folder.glob("runs/*"))
+
+
 def test_a_second_run_in_a_folder_is_refused_on_every_rank(base: Base) -> None:
     with hold_run_folder(base.folder / "held"):
         output = train(base.folder, "held", *EP2, nproc=2, exit_code=2)

@@ -1,14 +1,16 @@
 """Calibration: the loads tell the parts of the cost model apart, and a fit finds the rates that made the times."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from equipoise.bench import results
 from equipoise.bench.balance import ON
 from equipoise.bench.calibrate_run import calibration_loads, check_study, fit_hardware, middle_mean, predict, unfitted
-from equipoise.bench.results import update_results
+from equipoise.bench.results import parse_options, results_file, update_results, write_results
 from equipoise.errors import ConfigError
 from equipoise.simulate.hardware import Hardware
 from equipoise.train.config import TrainConfig
@@ -76,6 +78,35 @@ def test_impossible_studies_are_refused() -> None:
         study("--parallel.ep-size", "1", world_size=1)
     with pytest.raises(ConfigError, match="a calibration takes one"):
         study("--train.micro-batch-size", "8")
+
+
+def test_a_benchmark_writes_over_a_file_only_when_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "results_folder", lambda: tmp_path)
+
+    def written_by(*arguments: str) -> str:
+        options = parse_options(argparse.ArgumentParser(), arguments)
+        return write_results(results_file(options, "x.json"), [{"by": arguments}], {}, []).name
+
+    assert [written_by() for _ in range(3)] == ["x.json", "x-2.json", "x-3.json"]
+    assert written_by("--replace") == "x.json"
+    own = str(tmp_path / "made" / "own.json")
+    assert written_by("--out", own) == "own.json"
+    with pytest.raises(SystemExit, match="2"):  # at once: nothing is measured for it
+        parse_options(argparse.ArgumentParser(), ["--out", own])
+    assert "own.json: this is there already; choose another name, or give --replace as well" in capsys.readouterr().err
+    assert json.loads(Path(own).read_text())["rows"] == [{"by": ["--out", own]}]
+    assert written_by("--out", own, "--replace") == "own.json"
+
+
+def test_no_benchmark_chooses_its_file_by_itself() -> None:
+    scripts = [path for path in (results.SOURCE / "benchmarks").glob("*.py") if "_results(" in path.read_text()]
+    assert len(scripts) > 15
+    for path in scripts:
+        text = path.read_text()
+        assert "parse_options(parser" in text, path.name
+        assert "results_folder" not in text, path.name
 
 
 def test_parts_of_a_results_file_are_replaced_alone(tmp_path: Path) -> None:

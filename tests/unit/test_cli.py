@@ -308,7 +308,7 @@ def test_other_errors_keep_their_traceback(calls: Calls) -> None:
 
 def test_only_rank_0_speaks_of_a_configuration_error(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(exit_codes, "RANK_0_SPEAKS_S", 0.0)
+    monkeypatch.setattr(exit_codes, "OTHER_SPEAKS_S", 0.0)
     spoken = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -318,6 +318,23 @@ def test_only_rank_0_speaks_of_a_configuration_error(calls: Calls, monkeypatch: 
     assert spoken == [1, 0]
     calls.error = EquipoiseError("odd")
     assert "Error (rank 1): odd" in invoke("train", *DEFAULTS).stderr
+
+
+@pytest.mark.parametrize("error", [DataError("no text"), ConfigError("no text")])
+def test_an_error_of_several_ranks_is_told_by_one_of_them(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, error: EquipoiseError
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(exit_codes, "OTHER_SPEAKS_S", 0.0)
+    error.told_by = 1
+    error.add_note("(the same on ranks 1-2 of 3)")
+    calls.error = error
+    spoken = []
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("RANK", rank)
+        spoken.append(invoke("train", *DEFAULTS).stderr)
+    where = "Error" if isinstance(error, ConfigError) else "Error (rank 1)"
+    assert spoken == ["", f"{where}: no text\n(the same on ranks 1-2 of 3)\n", ""]
 
 
 def test_more_workers_than_devices_is_refused(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from equipoise.data.config import DataConfig
 from equipoise.data.hub import dataset_files, is_hub_id, unreachable_reason
 from equipoise.data.sources import SourceReport, read_documents
 from equipoise.errors import DataError
+from equipoise.run_files import HEADER_START
 
 
 def read(source: Path | str, **settings: object) -> list[str]:
@@ -56,6 +57,52 @@ def test_a_folder_is_read_in_the_order_of_its_paths_each_file_by_its_kind(tmp_pa
     (tmp_path / "a.jsonl").write_text('{"text": "a0"}\n\n{"text": "a1"}\n')
     write_parquet(tmp_path / "B.parquet", text=["B0", "B1", "B2"])
     assert read(tmp_path) == ["B0", "B1", "B2", "a0", "a1", "b/x", "c"]
+
+
+def write_run(folder: Path) -> None:
+    """A run folder with what runs write: settings and checkpoints change, logs grow while training goes on."""
+    files = (
+        "run.json",
+        "metrics.jsonl",
+        "checkpoints/step-00000002/train_state.json",
+        "trace/a.parquet",
+        "hf/merges.txt",
+    )
+    for name in (*files, "metrics.jsonl.7.tmp", "tensorboard/x", "metrics.previous.jsonl", "hf-previous-2/x.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("of the run")
+    (folder / "config.toml").write_text(f"{HEADER_START} To repeat it: ...\n")
+
+
+@pytest.mark.parametrize("run", [".", "runs/mine"])
+def test_what_runs_write_into_a_source_is_no_text(tmp_path: Path, run: str) -> None:
+    """So a run reads the same at its start, when it is resumed, and beside later runs."""
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace.txt").write_text("b")
+    if run != ".":
+        (tmp_path / "trace" / "x.md").write_text("of the user")
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "mine.txt").write_text("mine")
+    before = read(tmp_path)
+    write_run(tmp_path / run)
+    documents, report = read_with_report(tmp_path)
+    assert documents == before
+    assert dict(report.skipped) == {"files that training runs have written were skipped": 10}
+    (tmp_path / run / "config.toml").write_text("steps = 1  # edited")  # its checkpoints still tell
+    assert read(tmp_path) == before
+    with pytest.raises(DataError, match=r"among the .* files of .* but 1 that training runs have written; change"):
+        read(tmp_path, include="**/metrics.jsonl")
+
+
+def test_a_source_that_a_run_has_written_is_refused_and_one_in_its_folder_is_not(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for name in ("metrics.jsonl", "trace", "checkpoints/step-00000002", "hf/merges.txt"):
+        with pytest.raises(DataError, match=rf"{name}' is what a training run has written into its folder {tmp_path},"):
+            read(tmp_path / name)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "metrics.jsonl").write_text('{"text": "of the user"}\n')
+    assert read(tmp_path / "data") == read(tmp_path / "data" / "metrics.jsonl") == ["of the user"]
 
 
 def test_include_chooses_files(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "equipoise"
 # Lower layers first. Packages in one tuple are neighbours and may not import each other.
 LAYERS: list[tuple[str, ...]] = [
     ("config", "errors", "files"),
-    ("balance_config",),
+    ("balance_config", "outputs", "run_files"),
     ("accelerator", "kernels"),
     ("distributed",),
     ("symmetric",),

@@ -1,9 +1,11 @@
 """The run folder holds the resolved configuration, which reads back equal, and how the run was started."""
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +154,109 @@ def test_a_run_that_fails_before_it_kept_anything_leaves_no_folder(tmp_path: Pat
         assert new.is_dir()  # another run has it by now
 
 
+class Swapped:
+    """`fcntl` whose first lock comes too late: the folder at the path was removed before it, and perhaps made again."""
+
+    def __init__(self, folder: Path, made_again: bool) -> None:
+        self.folder, self.made_again, self.calls = folder, made_again, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(fcntl, name)
+
+    def flock(self, handle: int, kind: int) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            self.folder.rename(self.folder.with_name("gone"))  # whose number is not given to the next one
+            if self.made_again:
+                self.folder.mkdir()
+        fcntl.flock(handle, kind)
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_folder_that_is_removed_while_it_is_taken_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_again: bool
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setattr(resolved, "fcntl", Swapped(folder, made_again))
+    with hold_run_folder(folder):
+        with pytest.raises(ConfigError, match="in use by another run"), hold_run_folder(folder):
+            pass
+        assert folder.is_dir()
+    assert folder.exists() == made_again  # which another run made, and may still want
+    monkeypatch.setattr(resolved, "fcntl", Swapped(folder, made_again))
+    (tmp_path / "gone").rmdir()
+    folder.mkdir(exist_ok=True)
+    check_run_folder(folder, resume=True, resume_step=None)
+
+
+def test_a_folder_that_another_run_has_made_anew_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with removed_if_empty(folder, made=True):
+        monkeypatch.setattr(resolved, "fcntl", Swapped(folder, made_again=True))
+    assert folder.is_dir()
+
+
+def test_who_removes_a_folder_does_not_count_as_a_run_that_holds_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+
+    def remove() -> None:
+        folder.rmdir()
+        os.close(handle)
+
+    timer = threading.Timer(0.05, remove)
+    timer.start()
+    with hold_run_folder(folder):
+        assert folder.is_dir()
+    timer.join()
+    assert not folder.exists()
+
+
+def test_many_short_runs_in_one_folder_never_share_it_nor_lose_it(tmp_path: Path) -> None:
+    folder, inside, ended = tmp_path / "run", [0], [0]
+    wrong: list[object] = []
+
+    def once() -> None:
+        with removed_if_empty(folder, made=True):
+            check_run_folder(folder, resume=True, resume_step=None)
+            with hold_run_folder(folder):
+                inside[0] += 1
+                if inside[0] != 1 or not folder.is_dir():
+                    wrong.append(inside[0])
+                inside[0] -= 1
+                ended[0] += 1
+
+    def run() -> None:
+        for _ in range(150):
+            try:
+                once()
+            except ConfigError as error:
+                if "in use" not in str(error):
+                    wrong.append(error)
+            except OSError as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert ended[0] > 100
+    assert not folder.exists()
+
+
 def test_a_file_in_place_of_the_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file cannot be made.*--out"), hold_run_folder(tmp_path / "file"):
-        pass
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    for name, what in (("file", "file cannot be made"), ("link", "link cannot be read: No such file")):
+        with pytest.raises(ConfigError, match=rf"{what}.*--out"), hold_run_folder(tmp_path / name):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -228,6 +329,13 @@ def test_what_is_in_a_run_folder_decides_whether_a_run_can_go_on(tmp_path: Path)
     check_run_folder(tmp_path, resume=True, resume_step=1)
     with hold_run_folder(tmp_path), pytest.raises(ConfigError, match="in use by another run"):
         check_run_folder(tmp_path, resume=True, resume_step=None)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_file_system_that_cannot_be_written_is_named() -> None:
+    """Where permissions do not tell, as of root."""
+    with pytest.raises(ConfigError, match=r"/proc/x/y cannot be made: /proc cannot be written \(.*--out"):
+        check_run_folder(Path("/proc/x/y"), resume=True, resume_step=None)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -12,7 +12,8 @@ from equipoise.bench.group import bench
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
 from equipoise.files import free_name
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, check_out, option_names
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, option_names
+from equipoise.outputs import check_out
 from equipoise.train.load import load_config, split_recipe
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from equipoise.balance_config import BalanceConfig
 from equipoise.bench.advice import measure_copy_tokens, slots_for
 from equipoise.bench.balance import FORCED, NATURAL, OFF, ON
 from equipoise.bench.results import write_results
-from equipoise.data import DataConfig, build_dataset
+from equipoise.data import DataConfig
 from equipoise.dispatch import build_dispatcher
 from equipoise.dispatch.base import AnyExchange, Dispatched, Dispatcher
 from equipoise.distributed.agree import gather_json
@@ -40,7 +40,7 @@ from equipoise.train.config import TrainConfig, plan_run
 from equipoise.train.log import configure_logging
 from equipoise.train.step import moe_layers
 from equipoise.train.stop import StopSignals
-from equipoise.train.trainer import Trainer
+from equipoise.train.trainer import Trainer, build_datasets
 
 if TYPE_CHECKING:
     from equipoise.balance import Balancer
@@ -273,8 +273,7 @@ def run_study(study: Study, config: TrainConfig) -> None:
     configure_logging()
     with StopSignals() as stop, join_world(get_accelerator(), config.parallel.timeout_s) as world:
         config = _with_advice(study, config, world)
-        loop = config.train
-        datasets = build_dataset(config.data, loop.sequence_length, vocab_size=config.model.vocab_size, seed=loop.seed)
+        datasets = build_datasets(config, world)
         trainer = Trainer(config, world, datasets, study.run_dir or study.out.parent, stop)
         if study.run_dir is not None:
             trainer.restore(resume=True)

@@ -9,7 +9,8 @@ import typer
 from equipoise import launch
 from equipoise.bench.group import bench
 from equipoise.exit_codes import exit_codes
-from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, check_out, option_names
+from equipoise.options import RECIPE_AND_SETTINGS, NprocPerNode, Replace, option_names
+from equipoise.outputs import check_out
 from equipoise.train.load import load_config, split_recipe
 
 

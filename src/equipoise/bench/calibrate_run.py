@@ -19,7 +19,6 @@ import torch.distributed as dist
 from equipoise.accelerator import get_accelerator
 from equipoise.bench.balance import FORCED, OFF, ON
 from equipoise.bench.balance_run import Runner, Study, Switch
-from equipoise.data import build_dataset
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import join_world
 from equipoise.errors import ConfigError, EquipoiseError
@@ -31,7 +30,7 @@ from equipoise.simulate.run import plan_block
 from equipoise.train.config import TrainConfig, plan_run
 from equipoise.train.log import configure_logging
 from equipoise.train.stop import StopSignals
-from equipoise.train.trainer import Trainer
+from equipoise.train.trainer import Trainer, build_datasets
 
 REFERENCE = "even"
 
@@ -272,8 +271,7 @@ def run_calibration(config: TrainConfig, rounds: int, out: Path) -> None:
     """Measures and, on rank 0, writes the file. Collective."""
     configure_logging()
     with StopSignals() as stop, join_world(get_accelerator(), config.parallel.timeout_s) as world:
-        loop = config.train
-        datasets = build_dataset(config.data, loop.sequence_length, vocab_size=config.model.vocab_size, seed=loop.seed)
+        datasets = build_datasets(config, world)
         trainer = Trainer(config, world, datasets, out.parent, stop)
         try:
             plan, model = trainer.plan, config.model

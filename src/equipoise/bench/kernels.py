@@ -8,7 +8,8 @@ import typer
 from equipoise.bench.group import bench
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
-from equipoise.options import Replace, check_out
+from equipoise.options import Replace
+from equipoise.outputs import check_out
 
 
 @bench.command(

@@ -7,7 +7,8 @@ import typer
 
 from equipoise.bench.group import bench
 from equipoise.exit_codes import exit_codes
-from equipoise.options import Replace, check_out
+from equipoise.options import Replace
+from equipoise.outputs import check_out
 
 Found = tuple[list[dict[str, Any]], dict[str, Any]]
 """Rows and summary of a results file."""

@@ -1,5 +1,6 @@
 """Results files: JSON with the command, commit, hardware and versions beside the rows and their summary."""
 
+import argparse
 import json
 import os
 import platform
@@ -11,7 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from equipoise.files import written_whole
+from equipoise.errors import ConfigError
+from equipoise.files import free_name, written_whole
+from equipoise.outputs import check_out
 
 SOURCE = Path(__file__).resolve().parents[3]
 """Root of the source checkout, when the package runs from one."""
@@ -21,6 +24,38 @@ def results_folder() -> Path:
     """`benchmarks/results` of the source checkout, or of the current folder when the package is installed."""
     root = SOURCE if (SOURCE / "benchmarks").is_dir() else Path.cwd()
     return root / "benchmarks" / "results"
+
+
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a benchmark, with `--out` and `--replace` beside its own: see `results_file`. Ends the program
+    with a message where `--out` cannot be written, or is there already."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="results file; by default the one named above, or where that is there NAME-2.json, NAME-3.json, ...",
+    )
+    parser.add_argument("--replace", action="store_true", help="write over the results file that is there")
+    options = parser.parse_args(arguments)
+    if options.out is not None:
+        try:
+            check_out(options.out, "results.json", options.replace)
+        except ConfigError as error:
+            parser.error(str(error))
+    return options
+
+
+def results_file(options: argparse.Namespace, name: str) -> Path:
+    """Where a benchmark with `parse_options` writes: `--out`, or a file in `results_folder` that nothing is lost by.
+
+    Ask once, before the first writing: the file of an earlier one would no longer be free.
+    """
+    return options.out or free_unless(options.replace, results_folder() / name)
+
+
+def free_unless(replace: bool, path: Path) -> Path:
+    """`path`, or the first free name like it where `replace` is not set."""
+    return path if replace else free_name(path)
 
 
 def device_word(name: str) -> str:

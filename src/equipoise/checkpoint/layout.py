@@ -21,6 +21,7 @@ from pathlib import Path
 
 from equipoise.checkpoint.manifest import Manifest, incomplete_reason, write_manifest
 from equipoise.errors import CheckpointError
+from equipoise.files import try_writing
 
 logger = logging.getLogger(__name__)
 
@@ -141,13 +142,9 @@ def refuse_any(directory: Path, found: Path | None) -> None:
 
 
 def refuse_unwritable(directory: Path) -> None:
-    """Makes `directory` and a file in it that is removed again; the OSError of a place that cannot be written."""
+    """Makes `directory` and tries it; the OSError of a place that cannot be written."""
     directory.mkdir(parents=True, exist_ok=True)
-    probe = directory / f".writable-{os.getpid()}"
-    try:
-        probe.write_bytes(b"\0")
-    finally:
-        probe.unlink(missing_ok=True)
+    try_writing(directory)
 
 
 def set_newer_aside(directory: Path, step: int, metrics: Path | None = None) -> Path | None:

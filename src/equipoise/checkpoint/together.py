@@ -19,7 +19,7 @@ def is_distributed(world: World) -> bool:
 @contextmanager
 def together(world: World, failure: str, remedy: str) -> Iterator[None]:
     """Raises a CheckpointError on every rank if the block raised on any. No collectives inside the block."""
-    error: Exception | None = None
+    error: CheckpointError | None = None
     try:
         yield
     except CheckpointError as raised:
@@ -28,11 +28,12 @@ def together(world: World, failure: str, remedy: str) -> Iterator[None]:
         error = CheckpointError(f"{failure}: rank {world.rank}: {type(raised).__name__}: {raised}. {remedy}")
         error.__cause__ = raised
     texts = gather_json(None if error is None else str(error), world) if is_distributed(world) else []
+    first = next((rank for rank, text in enumerate(texts) if text is not None), None)
+    if error is None and first is not None:
+        error = CheckpointError(texts[first])
     if error is not None:
+        error.told_by = first
         raise error
-    for text in texts:
-        if text is not None:
-            raise CheckpointError(text)
 
 
 @contextmanager

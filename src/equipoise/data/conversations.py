@@ -23,7 +23,7 @@ def read_conversations(config: DataConfig, report: SourceReport) -> Generator[Co
             names its place.
     """
     column = config.column_name
-    for path in source_files(config):
+    for path in source_files(config, report):
         for row, where in _rows(path, column, report):
             if not row.get(column):
                 report.note("empty conversations were skipped", where)

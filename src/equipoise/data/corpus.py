@@ -56,7 +56,7 @@ def build_dataset(
 
     `vocab_size` is the model's: it must hold every id of the tokenizer, and is the range of the `random`
     source (by default the tokenizer's). `seed` serves the `random` source only. The tokens stay in host
-    memory, 2 bytes each up to a vocabulary of 65,536 and 4 above. Call it before joining a process group:
+    memory, 2 bytes each up to a vocabulary of 65,536 and 4 above. Needs no process group;
     raises `DataError` when the source is missing, unreadable, empty or shorter than one sequence, or the
     vocabulary is too small.
     """

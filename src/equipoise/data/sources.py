@@ -15,6 +15,7 @@ from typing import Any
 from equipoise.data.config import DataConfig
 from equipoise.data.hub import dataset_files
 from equipoise.errors import DataError
+from equipoise.run_files import run_of
 
 logger = logging.getLogger(__name__)
 JSONL = {".jsonl", ".ndjson"}
@@ -63,7 +64,7 @@ def read_documents(config: DataConfig, report: SourceReport) -> Iterator[str]:
     Raises `DataError` for a missing path, an unreadable or malformed file, a missing column, or no text at
     all.
     """
-    yield from _documents(source_files(config), config, report)
+    yield from _documents(source_files(config, report), config, report)
 
 
 def _documents(files: Iterable[Path], config: DataConfig, report: SourceReport) -> Generator[str, None, None]:
@@ -84,7 +85,8 @@ def _documents(files: Iterable[Path], config: DataConfig, report: SourceReport) 
 def check_documents(config: DataConfig) -> None:
     """Raises what `read_documents` would up to the first document, and reads no further; of a long text, which is one
     document, whether it can be opened."""
-    files = source_files(config)
+    report = SourceReport(config.source)
+    files = source_files(config, report)
     first = next(files)
     try:
         is_long = first.suffix.lower() not in JSONL | PARQUET and first.stat().st_size > _CHECKED_BYTES
@@ -93,12 +95,16 @@ def check_documents(config: DataConfig) -> None:
             return
     except OSError as error:
         raise DataError(f"data.source: cannot read {first}: {error.strerror or error}") from error
-    with closing(_documents(chain([first], files), config, SourceReport(config.source))) as documents:
+    with closing(_documents(chain([first], files), config, report)) as documents:
         next(documents, None)
 
 
-def source_files(config: DataConfig) -> Iterator[Path]:
-    """The files of a source, in order. Raises `DataError` when there are none."""
+def source_files(config: DataConfig, report: SourceReport) -> Iterator[Path]:
+    """The files of a source, in order, without what runs of ours have written, which changes while they train.
+
+    Raises:
+        DataError: there are none.
+    """
     if config.source == "stdlib":
         yield from _stdlib_files()
     elif config.source.startswith("hf://"):
@@ -110,6 +116,7 @@ def source_files(config: DataConfig) -> Iterator[Path]:
                 f"data.source {config.source!r} does not exist (looked for {root.absolute()}); give "
                 "'stdlib', 'random', a text, .jsonl or .parquet file, a folder, or hf://owner/name"
             )
+        _refuse_of_run(config.source, root)
         if not root.is_dir():
             if config.include is not None:
                 raise DataError(
@@ -122,13 +129,38 @@ def source_files(config: DataConfig) -> Iterator[Path]:
         found = [path for path in root.glob(pattern) if path.is_file()]
         if config.include is None:
             found = [path for path in found if not _is_hidden(path.relative_to(root))]
-        if not found:
+        kept = [path for path in _in_order(found, root) if not _is_of_run(path, root, report)]
+        if not kept:
             num_files = sum(path.is_file() for path in root.rglob("*"))
+            but = f" but {len(found)} that training runs have written" if found else ""
             raise DataError(
                 f"data.source {config.source!r}: no file matches data.include {pattern!r} among the "
-                f"{num_files} files of {root.absolute()}; change the pattern or the folder"
+                f"{num_files} files of {root.absolute()}{but}; change the pattern or the folder"
             )
-        yield from _in_order(found, root)
+        yield from kept
+
+
+def _refuse_of_run(source: str, root: Path) -> None:
+    run = _run_of(root.resolve())
+    if run is not None:
+        raise DataError(
+            f"data.source {source!r} is what a training run has written into its folder {run}, and not text to train "
+            "on; give a text, .jsonl or .parquet file, or a folder of such files"
+        )
+
+
+def _is_of_run(path: Path, root: Path, report: SourceReport) -> bool:
+    is_written = _run_of(path, root) is not None
+    if is_written:
+        report.note("files that training runs have written were skipped", str(path))
+    return is_written
+
+
+def _run_of(path: Path, below: Path | None = None) -> Path | None:
+    try:
+        return run_of(path, below)
+    except OSError as error:
+        raise DataError(f"data.source: cannot read {error.filename or path}: {error.strerror or error}") from error
 
 
 def _stdlib_files() -> Iterator[Path]:

@@ -2,26 +2,27 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed as dist
 
 from equipoise.distributed.collectives import group_device
-from equipoise.distributed.status import LISTED
+from equipoise.distributed.status import LISTED, shorten_ranks
 from equipoise.distributed.watch import describe
 from equipoise.distributed.world import World
-from equipoise.errors import RankFailure
+from equipoise.errors import CheckpointError, DataError, EquipoiseError, RankFailure
 
 Scope = World | dist.ProcessGroup
+Returned = TypeVar("Returned")
 
 
 def raise_together(error: BaseException | None, scope: Scope) -> None:
     """Raises on every rank of `scope` if any of them has an error; collective, one number on the happy path.
 
     A rank's own error is raised as it is, with a note of the others'; a rank without one raises RankFailure
-    that names the ranks and their errors.
+    that names the ranks and their errors. The first rank that has one is to tell it (`EquipoiseError.told_by`).
     """
     with _group(scope, "agree on errors") as group:
         failed = torch.tensor([int(error is not None)], device=group_device(group))
@@ -31,15 +32,47 @@ def raise_together(error: BaseException | None, scope: Scope) -> None:
         texts = gather_json(None if error is None else describe(error), group)
         ranks = dist.get_process_group_ranks(group)
         own = dist.get_rank(group)
-    errors = [(rank, text) for i, (rank, text) in enumerate(zip(ranks, texts)) if text is not None and i != own]
-    listed = "\n".join(f"  rank {rank}: {text}" for rank, text in errors[:LISTED])
-    if len(errors) > LISTED:
-        listed += f"\n  and {len(errors) - LISTED} more ranks"
+    by_text: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts):
+        if text is not None:
+            by_text.setdefault(text, []).append(rank)
+    failing = [rank for those in by_text.values() for rank in those]
+    alike = by_text.pop(texts[own], [])
+    lines = [f"  rank{'s' * (len(those) > 1)} {shorten_ranks(those)}: {text}" for text, those in by_text.items()]
+    if len(lines) > LISTED:
+        lines[LISTED:] = [f"  and {len(lines) - LISTED} more"]
     if error is None:
-        raise RankFailure(f"{len(errors)} of {len(ranks)} ranks failed:\n{listed}")
-    if errors:
-        error.add_note(f"{len(errors)} other ranks of {len(ranks)} failed as well:\n{listed}")
+        error = RankFailure("\n".join([f"{len(failing)} of {len(ranks)} ranks failed:", *lines]))
+    else:
+        if len(alike) > 1:
+            error.add_note(f"(the same on ranks {shorten_ranks(alike)} of {len(ranks)})")
+        if lines:
+            error.add_note("\n".join([f"Other ranks of {len(ranks)} failed otherwise:", *lines]))
+    if isinstance(error, EquipoiseError):
+        error.told_by = min(failing)
     raise error
+
+
+def together(action: Callable[[], Returned], scope: Scope) -> Returned:
+    """What `action` returns, which each rank calls alone; an error of one is raised on all, by `raise_together`."""
+    value, error = None, None
+    try:
+        value = action()
+    except Exception as e:
+        error = e
+    raise_together(error, scope)
+    return cast(Returned, value)
+
+
+@contextlib.contextmanager
+def raised_by_all() -> Iterator[None]:
+    """For a block that raises its errors of checkpoints and data on every rank of the world by itself: rank 0 is to
+    tell them."""
+    try:
+        yield
+    except (CheckpointError, DataError) as error:  # of others, such as a missing rank, each tells its own
+        error.told_by = 0 if error.told_by is None else error.told_by
+        raise
 
 
 def gather_json(value: Any, scope: Scope) -> list[Any]:

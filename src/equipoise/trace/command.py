@@ -7,7 +7,7 @@ import typer
 
 from equipoise.errors import ConfigError
 from equipoise.exit_codes import exit_codes
-from equipoise.options import check_out_folder
+from equipoise.outputs import check_out_folder
 from equipoise.simulate.assumptions import TOKENS_PER_RANK
 
 HELP = (

@@ -1,13 +1,16 @@
 """What a run folder says about how the run was started: `config.toml` and `run.json`."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import platform
 import shlex
 import socket
+import stat
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +23,8 @@ from pydantic import BaseModel
 import equipoise
 from equipoise.checkpoint import layout
 from equipoise.errors import ConfigError, EquipoiseError
-from equipoise.files import written_whole
+from equipoise.files import try_writing, written_whole
+from equipoise.run_files import CHECKPOINTS, CONFIG_FILE, HEADER_START, RUN_FILE, WRITTEN, holds_run
 from equipoise.train.schema import Schema, read_schema, spell
 from equipoise.train.values import parse_value
 
@@ -31,16 +35,9 @@ except ImportError:  # not a POSIX system
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.toml"
-RUN_FILE = "run.json"
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints inside a run folder."""
-_WRITTEN = (CONFIG_FILE, RUN_FILE, "metrics.jsonl", CHECKPOINTS, "trace", "profile", "tensorboard", "wandb", "hf")
-"""All that a run writes into its folder, or may be asked to."""
-
 _LISTED = 5  # names in a message
-_HEADER_START = "# Resolved settings of this run."
-_HEADER = _HEADER_START + " To repeat it: equipoise train {file}\n\n"
+_HELD_S = 0.2  # a lock of a run folder that is held for longer is a run's
+_HEADER = HEADER_START + " To repeat it: equipoise train {file}\n\n"
 
 
 def to_toml(config: BaseModel) -> str:
@@ -124,35 +121,78 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
         ConfigError: another run on this machine is using the folder, it holds files of somebody else that a run would
             replace, or it cannot be made.
     """
-    made = not folder.exists()
-    _make_folder(folder)
-    others = _refuse_files_of_others(folder)
-    if others:
-        listed = ", ".join(others[:_LISTED]) + (f" and {len(others) - _LISTED} more" if len(others) > _LISTED else "")
-        logger.info("the run folder %s holds other files, which stay as they are: %s", folder, listed)
-    with removed_if_empty(folder, made), _locked(folder):
-        yield
+    with _locked(folder, make=True) as made:
+        others = _refuse_files_of_others(folder)
+        if others:
+            listed = ", ".join(others[:_LISTED]) + (
+                f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+            )
+            logger.info("the run folder %s holds other files, which stay as they are: %s", folder, listed)
+        try:
+            yield
+        finally:
+            if made:
+                with contextlib.suppress(OSError):  # something is in it
+                    folder.rmdir()
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Holds the lock of a run folder that is there; a shared one only finds out whether a run holds it."""
-    handle = os.open(folder, os.O_RDONLY) if fcntl is not None else None
-    try:
-        if handle is not None:
-            try:
-                fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError:
+def _locked(folder: Path, shared: bool = False, make: bool = False) -> Iterator[bool]:
+    """Holds the lock of a run folder that is there, or with `make` is made; a shared one only finds out whether a run
+    holds it. Whether this call has made it.
+
+    Only who holds the lock removes the folder, which can happen before this call has it: then the folder is made again.
+    So what is locked is what lies at the path. Who removes it, or finds out, holds the lock for a moment only, for
+    which this call waits.
+
+    Raises:
+        ConfigError: a run holds it, or it cannot be made.
+        FileNotFoundError, NotADirectoryError: it is not there; only without `make`.
+    """
+    deadline, made, handle = time.monotonic() + _HELD_S, False, None
+    while handle is None:
+        try:
+            made = make and (_make_folder(folder) or made)
+            handle = _lock(folder, shared)
+        except (FileNotFoundError, NotADirectoryError) as error:  # such as one removed meanwhile
+            made = False
+            if not make:
+                raise
+            if time.monotonic() > deadline:
+                raise _unreadable(folder, error) from error
+        except BlockingIOError:
+            if time.monotonic() > deadline:
                 raise ConfigError(
                     f"the run folder {folder} is in use by another run, which has not ended (see its {RUN_FILE}); "
                     "choose another with --out DIR"
                 ) from None
+            time.sleep(_HELD_S / 20)
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+    try:
+        yield made
+    finally:
+        os.close(handle)
+
+
+def _lock(folder: Path, shared: bool) -> int:
+    """An open handle, with a lock where the system and the file system have locks. Raises BlockingIOError if another
+    has it, and FileNotFoundError if the folder is not, or no longer, the one at its path."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
             except OSError:
                 pass
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
+        if not os.path.samestat(os.fstat(handle), os.stat(folder)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
 
 
 def check_run_folder(folder: Path, resume: bool, resume_step: int | None) -> None:
@@ -162,14 +202,12 @@ def check_run_folder(folder: Path, resume: bool, resume_step: int | None) -> Non
         ConfigError: see `hold_run_folder`; or the folder could not be made.
         CheckpointError: `resume_step` is not there, or without `resume` there is a checkpoint.
     """
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        why = "cannot be written" if nearest.is_dir() else "is a file"
-        raise ConfigError(f"the run folder {folder} cannot be made: {nearest} {why}; choose another with --out DIR")
-    if folder.exists():
-        _refuse_files_of_others(folder)
-        with _locked(folder, shared=True):
-            pass
+    try:
+        with _locked(folder, shared=True):  # so nobody removes it meanwhile
+            _refuse_unwritable(folder, folder)
+            _refuse_files_of_others(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        _refuse_unwritable(next(path for path in folder.absolute().parents if path.exists()), folder)
     checkpoints = folder / CHECKPOINTS
     newest = next(reversed(layout.complete_folders(checkpoints)), None)
     if not resume:
@@ -178,9 +216,29 @@ def check_run_folder(folder: Path, resume: bool, resume_step: int | None) -> Non
         layout.complete_at(checkpoints, resume_step)
 
 
-def _make_folder(folder: Path) -> None:
+def _refuse_unwritable(nearest: Path, folder: Path) -> None:
+    """`nearest` is `folder` itself, or what is there of the path to it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if nearest.is_dir():
+            try_writing(nearest)
+            return
+        why = "is a file"
+    except OSError as error:
+        why = f"cannot be written ({error.strerror or error})"
+    raise ConfigError(f"the run folder {folder} cannot be made: {nearest} {why}; choose another with --out DIR")
+
+
+def _make_folder(folder: Path) -> bool:
+    """Whether it was not there yet."""
+    try:
+        try:
+            folder.mkdir(parents=True)
+            return True
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                if not stat.S_ISDIR(os.stat(folder).st_mode):
+                    raise
+            return False
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be made: {error.strerror or error}; choose another with --out DIR"
@@ -190,24 +248,25 @@ def _make_folder(folder: Path) -> None:
 def _refuse_files_of_others(folder: Path) -> list[str]:
     """A folder with neither a run's settings nor its checkpoints is no run's: it may not hold anything that a run would
     replace or add to. Returns the names of what else such a folder holds."""
-    config, checkpoints = folder / CONFIG_FILE, folder / CHECKPOINTS
     try:
-        if config.is_file() and config.read_bytes().startswith(_HEADER_START.encode()):
+        if holds_run(folder):
             return []
-        if layout.final_folders(checkpoints) or layout.partial_folders(checkpoints):
-            return []
-        found = [name for name in _WRITTEN if _has_content(folder / name)]
-        others = sorted(path.name for path in folder.iterdir() if path.name not in _WRITTEN)
+        found = [name for name in WRITTEN if _has_content(folder / name)]
+        others = sorted(path.name for path in folder.iterdir() if path.name not in WRITTEN)
     except OSError as error:
-        raise ConfigError(
-            f"the run folder {folder} cannot be read: {error.strerror or error}; choose another with --out DIR"
-        ) from error
+        raise _unreadable(folder, error) from error
     if found:
         raise ConfigError(
             f"{folder} holds {' and '.join(found)} that no run has written, and a run would replace or add to "
             f"{'it' if len(found) == 1 else 'them'}; choose another run folder with --out DIR"
         )
     return others
+
+
+def _unreadable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the run folder {folder} cannot be read: {error.strerror or error}; choose another with --out DIR"
+    )
 
 
 def _has_content(path: Path) -> bool:

@@ -7,22 +7,25 @@ from pathlib import Path
 
 from equipoise.accelerator import get_accelerator
 from equipoise.checkpoint.hf import dtype_of, export, open_source
-from equipoise.checkpoint.layout import step_path
-from equipoise.data import build_dataset
-from equipoise.distributed.agree import raise_together
+from equipoise.checkpoint.layout import step_of, step_path
+from equipoise.distributed.agree import together
 from equipoise.distributed.world import World, join_world
 from equipoise.errors import CheckpointError
+from equipoise.files import free_name, written_whole
+from equipoise.run_files import CHECKPOINTS
 from equipoise.train.config import TrainConfig
 from equipoise.train.log import configure_logging
 from equipoise.train.progress import ByteProgress
-from equipoise.train.resolved import hold_run_folder, save_resolved
+from equipoise.train.resolved import check_run_folder, hold_run_folder, save_resolved, writing
 from equipoise.train.stop import StopSignals
-from equipoise.train.trainer import CHECKPOINTS, Trainer
+from equipoise.train.trainer import Trainer, build_datasets
 
 logger = logging.getLogger(__name__)
 
 HF_FOLDER = "hf"
 """Folder inside a run folder that `save_hf` writes."""
+HF_STEP = "STEP"
+"""File in that folder with the step after which it was written."""
 
 
 def run_training(
@@ -44,20 +47,22 @@ def run_training(
         resume_step: continue from the checkpoint of this step instead of the newest.
     """
     configure_logging()
-    loop = config.train
-    datasets = build_dataset(config.data, loop.sequence_length, vocab_size=config.model.vocab_size, seed=loop.seed)
     with (
         StopSignals() as stop,
         join_world(get_accelerator(), config.parallel.timeout_s) as world,
         ExitStack() as held,
     ):
+        together(lambda: check_run_folder(out, resume, resume_step), world)
         on_rank_0(world, lambda: held.enter_context(hold_run_folder(out)))
+        datasets = build_datasets(config, world)
         trainer = Trainer(config, world, datasets, out, stop)
         trainer.restore(resume, resume_step)
         # Only now: a run that the checkpoints refuse leaves the settings of the run that wrote them.
         on_rank_0(world, lambda: save_resolved(config, out, argv, typed))
+        if world.rank == 0 and trainer.step < config.train.steps:
+            tell_of_older(out / HF_FOLDER, trainer.step, config.save_hf)
         trainer.run()
-        if world.rank == 0 and config.save_hf and trainer.step == loop.steps:
+        if world.rank == 0 and config.save_hf and trainer.step == config.train.steps:
             last = step_path(out / CHECKPOINTS, trainer.step)
         else:
             last = None
@@ -66,10 +71,17 @@ def run_training(
 
 
 def save_hf(checkpoint: Path, target: Path) -> None:
-    """Writes the model of a checkpoint as a Hugging Face folder, unless it is there already."""
-    if target.exists():
-        logger.warning("%s is there already and stays as it is", target)
+    """Writes the model of a checkpoint as a Hugging Face folder, unless it is there already. That of an earlier end, or
+    what else is there, is kept beside it."""
+    step = step_of(checkpoint)
+    if saved_step(target) == step:
+        logger.info("%s is there already", target)
         return
+    if target.exists():
+        aside = free_name(target.with_name(f"{target.name}-previous"))
+        with writing(aside):
+            target.rename(aside)
+        logger.info("the model that an earlier end of the run left is now in %s", aside)
     source = open_source(checkpoint)
     try:
         with ByteProgress(f"save {target}") as progress:
@@ -80,15 +92,32 @@ def save_hf(checkpoint: Path, target: Path) -> None:
         ) from error
     finally:
         source.close()
+    with writing(target), written_whole(target / HF_STEP) as partial:
+        partial.write_text(f"{step}\n")
     logger.info("saved the model for Hugging Face in %s", target)
+
+
+def saved_step(target: Path) -> int | None:
+    """The step after which `save_hf` has written `target`; None if it has not, or not to the end."""
+    try:
+        return int((target / HF_STEP).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def tell_of_older(target: Path, step: int, replaced: bool) -> None:
+    """Warns of what `save_hf` wrote at an earlier end, where the run goes on after `step`."""
+    if target.exists():
+        known = saved_step(target)
+        logger.warning(
+            "%s holds the model of an earlier end of this run%s, and training goes on after step %d; %s",
+            target,
+            "" if known is None else f", after step {known}",
+            step,
+            f"it is {target.name}-previous once this run has ended" if replaced else "it stays as it is",
+        )
 
 
 def on_rank_0(world: World, action: Callable[[], object]) -> None:
     """Does something on rank 0 alone; its error is raised on every rank. Collective."""
-    error: Exception | None = None
-    if world.rank == 0:
-        try:
-            action()
-        except Exception as e:
-            error = e
-    raise_together(error, world)
+    together(lambda: action() if world.rank == 0 else None, world)

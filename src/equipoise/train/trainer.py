@@ -22,8 +22,8 @@ from equipoise.checkpoint.training import (
     load_checkpoint,
     refuse_existing,
 )
-from equipoise.data import Datasets, Loader, eval_batches
-from equipoise.distributed.agree import raise_together
+from equipoise.data import Datasets, Loader, build_dataset, eval_batches
+from equipoise.distributed.agree import raise_together, raised_by_all, together
 from equipoise.distributed.collectives import all_reduce_sum
 from equipoise.distributed.mesh import build_meshes
 from equipoise.distributed.watch import bounded
@@ -34,6 +34,7 @@ from equipoise.models.config import model_changes
 from equipoise.models.parallelize import build_parallel_model
 from equipoise.observe.profiler import FOLDER as PROFILES
 from equipoise.observe.profiler import Profiler
+from equipoise.run_files import CHECKPOINTS
 from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
 from equipoise.train.graph import graph_problem
@@ -42,7 +43,6 @@ from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
 from equipoise.train.progress import ByteProgress
 from equipoise.train.record import StepRecorder
-from equipoise.train.resolved import CHECKPOINTS
 from equipoise.train.step import StepResult, TrainStep, run_model
 from equipoise.train.stop import StopSignals
 from equipoise.train.timing import PhaseTimer, StepTimes
@@ -389,6 +389,7 @@ class Trainer:
             self.trace.flush()
         return self.saver.save(self._state(loader_state), wait)
 
+    @raised_by_all()
     def restore(self, resume: bool, resume_step: int | None = None) -> None:
         """Takes up the newest complete checkpoint of the run folder, if there is one, or that of `resume_step`;
         without `resume` refuses to start where there is one. Writes nothing.
@@ -411,7 +412,7 @@ class Trainer:
         changes = model_changes(restored.config.get("model", {}), self.config.model.model_dump(mode="json"))
         if changes and not self.config.checkpoint.allow_other_model:
             raise other_model(self.resumed_from, changes)
-        self.loader.load_state_dict(restored.loader)
+        together(lambda: self.loader.load_state_dict(restored.loader), self.world)
         self.step, self.metrics_position = restored.step, restored.metrics_position
         self.saver.last_step = restored.step
         self.went_back_to = restored.extra.get(WENT_BACK) if resume_step is None else resume_step
@@ -422,6 +423,13 @@ class Trainer:
             with ByteProgress(f"load {folder.name}", shown=self.world.rank == 0) as progress:
                 num_bytes = load_weights(self.model, self.config.model, folder, self.world, progress)
             logger.info("loaded weights from %s: %s on this rank", folder, in_words(num_bytes))
+
+
+def build_datasets(config: TrainConfig, world: World) -> Datasets:
+    """The sequences of `config`, which every rank reads; collective: an error of one is raised on all."""
+    loop = config.train
+    build = partial(build_dataset, vocab_size=config.model.vocab_size, seed=loop.seed)
+    return together(lambda: build(config.data, loop.sequence_length), world)
 
 
 def compute_dtype(config: TrainConfig, world: World) -> torch.dtype:
