@@ -1,5 +1,6 @@
 """Where text comes from: kinds of source, their order, what is skipped and counted, what is refused."""
 
+import importlib
 import json
 import logging
 import re
@@ -370,8 +371,9 @@ def test_a_hub_that_does_not_answer_is_given_up_at_the_deadline(monkeypatch: pyt
         asked.append(timeout)
         ended.wait(10)  # as a name server does that is not there
 
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    pytest.importorskip("huggingface_hub")
+    constants = importlib.import_module("huggingface_hub.constants")  # which the package does not import by itself
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: types.SimpleNamespace(head=head))
     monkeypatch.setattr("equipoise.data.hub.DEADLINE_S", 0.05)
     find = unreachable_reason.__wrapped__  # not what was found before
@@ -387,7 +389,7 @@ def test_a_hub_that_does_not_answer_is_given_up_at_the_deadline(monkeypatch: pyt
     assert find().endswith("cannot be reached (Name or service not known)")
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: types.SimpleNamespace(head=lambda *a, **k: 503))
     assert find() is None
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find() == "HF_HUB_OFFLINE is set"
 
 
