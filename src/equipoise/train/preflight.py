@@ -33,7 +33,7 @@ def check_start(config: TrainConfig, num_workers: int, checkpoints: Path, resume
     accelerator = get_accelerator()
     if accelerator.device_type == "cpu":
         memory = [device_memory(accelerator, num_workers)] * num_workers
-        refuse_too_large(config, plan_run(config, num_workers).axes, memory, accelerator.device_type)
+        refuse_too_large(config, plan_run(config, num_workers), memory, accelerator.device_type)
     if num_workers > 1:  # a single one reads its data at once
         with _without_warnings():
             loop = config.train
