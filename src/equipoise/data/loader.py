@@ -50,7 +50,10 @@ def refuse_other_order(state: Mapping[str, Any], present: Mapping[str, Any]) -> 
     """Raises `DataError` where `state` of a loader was saved with other values than `present`, which may be a part of
     those that a loader has."""
     if missing := sorted({"position", *present} - state.keys()):
-        raise DataError(f"the saved data position lacks {', '.join(missing)}; it is not one of this loader")
+        raise DataError(
+            f"the saved data position lacks {', '.join(missing)}; it is not one of this loader. Choose another run "
+            "folder with --out"
+        )
     different = [f"{key} {state[key]!r} (now {value!r})" for key, value in present.items() if state[key] != value]
     if different:
         raise DataError(

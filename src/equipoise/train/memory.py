@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from equipoise.accelerator import Accelerator, host_memory
 from equipoise.checkpoint.sizes import in_words
-from equipoise.distributed.agree import gather_json
+from equipoise.distributed.agree import gather_json, raised_by_all
 from equipoise.distributed.mesh import AxisSizes
 from equipoise.distributed.world import World
 from equipoise.errors import ConfigError
@@ -115,6 +115,7 @@ def _remedies(axes: AxisSizes, of_parameters: int, have: int, device: str, on_ho
         yield f"optimizer.offload, which moves {MOMENTS} of the bytes to the host"
 
 
+@raised_by_all()
 def refuse_too_large_together(config: TrainConfig, plan: RunPlan, world: World) -> None:
     """As `refuse_too_large`, with the memory of all ranks, on all ranks. Collective."""
     own = device_memory(world.accelerator, world.local_size), host_share(world.local_size)
