@@ -41,14 +41,19 @@ def exit_codes() -> Iterator[None]:
 
 
 def _report(error: EquipoiseError) -> None:
-    """Print the message once: by the launching process if it can, else by the rank that is to tell it, which for
-    configuration errors is rank 0."""
+    """Print the message once: by the launching process if it can, else by the rank that is to tell it. Configuration
+    errors that were found before ranks could agree are printed by the first rank of each host, whose files and packages
+    may differ."""
     recorded = launch.record_error(error)
     if recorded and launch.is_own_worker(os.environ):
         return
     rank = os.environ.get("RANK", "0") if launch.has_launcher(os.environ) else None
-    told_by = 0 if error.told_by is None and isinstance(error, ConfigError) else error.told_by
-    if rank is not None and told_by is not None and rank != str(told_by):
+    speaks = True
+    if rank is not None and error.told_by is not None:
+        speaks = rank == str(error.told_by)
+    elif rank is not None and isinstance(error, ConfigError):
+        speaks = os.environ.get("LOCAL_RANK", rank) == "0"
+    if not speaks:
         time.sleep(OTHER_SPEAKS_S)  # a launcher may end that rank, which has the message, once this rank ends
         return
     where = f" (rank {rank})" if rank is not None and not isinstance(error, ConfigError) else ""

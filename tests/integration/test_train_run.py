@@ -185,7 +185,10 @@ def test_a_closed_pipe_ends_the_display_and_not_the_training(base: Base) -> None
     ("settings", "message"),
     [
         (("--data.source", "missing"), "data.source 'missing' does not exist"),
-        (("--out", "base", "--train.global-batch-size", "8"), "the saved data position belongs to"),
+        (
+            ("--out", "base", "--train.steps", "31", "--train.global-batch-size", "8"),
+            "the saved data position belongs to",
+        ),
         (("--out", "base", "--no-resume"), "base/checkpoints holds step-00000030 of an earlier run"),
         (("--out", "base", "--resume-step", "7"), "cannot resume from step 7"),
         (

@@ -306,16 +306,21 @@ def test_other_errors_keep_their_traceback(calls: Calls) -> None:
     assert invoke("train", *DEFAULTS).exception is calls.error
 
 
-def test_only_rank_0_speaks_of_a_configuration_error(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_of_a_host_speaks_of_a_configuration_error(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(exit_codes, "OTHER_SPEAKS_S", 0.0)
     spoken = []
-    for rank in ("0", "1"):
+    for rank, local in (("0", "0"), ("1", "1"), ("1", "0"), ("1", None)):
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if local is not None:
+            monkeypatch.setenv("LOCAL_RANK", local)
         result = invoke("train", "--train.stpes=1")
         assert result.exit_code == 2
         spoken.append(result.stderr.count("unknown key"))
-    assert spoken == [1, 0]
+    assert spoken == [1, 0, 1, 0]
     calls.error = EquipoiseError("odd")
     assert "Error (rank 1): odd" in invoke("train", *DEFAULTS).stderr
 

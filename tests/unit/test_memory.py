@@ -1,5 +1,8 @@
 """What a model certainly needs, against the memory that is there: refused early, and never where it would fit."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +15,17 @@ from equipoise.errors import ConfigError
 from equipoise.models.config import OF_WEIGHTS, ModelConfig
 from equipoise.models.model import MoEForCausalLM
 from equipoise.train import memory
-from equipoise.train.config import TrainConfig
-from equipoise.train.memory import device_memory, refuse_too_large
+from equipoise.train.config import RunPlan, TrainConfig
+from equipoise.train.memory import device_memory, host_share, kept_of_microbatch, refuse_too_large
+from equipoise.train.resolved import save_resolved
+from integration.command import clean_environment
 
+PEAK = """
+import resource
+from equipoise.cli import main
+main(standalone_mode=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
 LATENT = {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
@@ -70,12 +81,17 @@ def test_the_settings_of_the_weights_are_those_that_change_a_tensor() -> None:
 
 def config(ep: int = 1, replicate: int = 1, offload: bool = False, **model: int) -> TrainConfig:
     parallel = {"ep_size": ep, "replicate_size": replicate}
-    return TrainConfig.model_validate({"parallel": parallel, "model": model, "optimizer": {"offload": offload}})
+    one_token = {"sequence_length": 1}  # so that gradients exceed what is kept of a microbatch
+    return TrainConfig.model_validate(
+        {"parallel": parallel, "model": model, "optimizer": {"offload": offload}, "train": one_token}
+    )
 
 
-def refuse(config: TrainConfig, memory: list[int], device: str = "cuda") -> None:
+def refuse(
+    config: TrainConfig, memory: list[int], device: str = "cuda", micro: int = 1, steps: int = 1, host: int = 0
+) -> None:
     axes = derive_axes(config.parallel, len(memory), config.model.num_experts)
-    refuse_too_large(config, axes, memory, device)
+    refuse_too_large(config, RunPlan(axes, micro, steps), memory, device, [host] * len(memory))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +115,90 @@ def test_the_bound_is_what_the_trainer_allocates(
         refuse(chosen, [needed - 1] * ranks, device)
     refuse(chosen, [0] + [1] * (ranks - 1), device)  # a platform that does not tell
     refuse(chosen, [needed - 1] * (ranks - 1) + [needed + ranks], device)  # parts of ranks may be uneven
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "itemsize"),
+    [
+        ({}, "cuda", 2),
+        ({}, "cpu", 4),
+        ({"precision": "float32"}, "cuda", 4),
+        ({"precision": "bfloat16", "recompute": "full"}, "cpu", 2),
+    ],
+    ids=str,
+)
+def test_every_layers_input_and_the_logits_of_a_microbatch_count(
+    settings: dict[str, str], device: str, itemsize: int
+) -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "vocab_size": 1000, "num_nextn_predict_layers": 1}
+    chosen = TrainConfig.model_validate({"model": sizes, "train": {"sequence_length": 128, **settings}})
+    kept = 40 * 128 * (3 * 64 + 1000) * itemsize
+    assert kept_of_microbatch(chosen, 40, device) == kept
+    gradients = chosen.model.matrix_parameters * 4
+    assert kept > gradients, "make the microbatch larger"
+    for accumulation, needed in ((1, 3 * gradients + kept), (2, 4 * gradients + kept)):
+        refuse(chosen, [needed], device, 40, accumulation)
+        with pytest.raises(ConfigError, match="too large for the memory") as caught:
+            refuse(chosen, [needed - 1], device, 40, accumulation)
+        assert "layers and loss keep of a microbatch of 5,120 tokens, and a rank has" in str(caught.value)
+        assert "Choose a smaller train.micro_batch_size or train.sequence_length, or a smaller model" in str(
+            caught.value
+        )
+
+
+def test_a_long_vocabulary_is_held_in_parts() -> None:
+    chosen = TrainConfig.model_validate({"model": {"vocab_size": 1 << 20, "hidden_size": 64, "num_hidden_layers": 1}})
+    tokens = 8 * chosen.train.sequence_length
+    assert tokens * (1 << 20) > 1 << 26
+    assert kept_of_microbatch(chosen, 8, "cpu") <= (tokens * 64 + (1 << 26)) * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_no_run_keeps_less_of_a_microbatch(recompute: str, tmp_path: Path) -> None:
+    """Peaks of whole runs that differ in the microbatch only, so that all else that a process holds cancels out."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 8, "vocab_size": 4096, "num_attention_heads": 1, "head_dim": 32}
+    sizes |= {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    sections = {"model": sizes, "data": {"source": "random", "eval_fraction": 0.0}}
+    peaks, kept = [], []
+    for micro in (1, 128):
+        loop = {"steps": 2, "sequence_length": 64, "global_batch_size": micro, "recompute": recompute, "eval_every": 0}
+        chosen = TrainConfig.model_validate({**sections, "train": loop})
+        save_resolved(chosen, tmp_path, [])
+        program = [
+            sys.executable,
+            "-c",
+            PEAK,
+            "train",
+            str(tmp_path / "config.toml"),
+            "--out",
+            str(tmp_path / f"{micro}"),
+        ]
+        done = subprocess.run(
+            program, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.splitlines()[-1]))
+        kept.append(kept_of_microbatch(chosen, micro, "cpu"))
+    assert kept[1] - kept[0] > 100e6
+    print(f"{recompute}: {(peaks[1] - peaks[0]) / 1e6:.0f} MB, at least {(kept[1] - kept[0]) / 1e6:.0f}")
+    assert peaks[1] - peaks[0] > kept[1] - kept[0]
+
+
+def test_moments_on_the_host_count_there() -> None:
+    chosen = config(ep=2, offload=True)
+    parameters = chosen.model.matrix_parameters
+    memory = [10 * parameters] * 2
+    refuse(chosen, memory, host=4 * parameters)
+    refuse(chosen, memory, host=0)  # a platform that does not tell
+    refuse(chosen, memory, "cpu", host=1)  # where it has no effect
+    with pytest.raises(ConfigError) as caught:
+        refuse(chosen, memory, host=4 * parameters - 1)
+    assert str(caught.value).startswith(
+        "the optimizer's state is too large for the hosts' memory: with optimizer.offload it needs about "
+    )
+    assert "parameters of 8 bytes, over 2 ranks), and there are" in str(caught.value)
+    assert host_share(4) == host_memory.available_and_total()[1] // 4
 
 
 def test_the_message_says_what_is_needed_and_what_to_change() -> None:
@@ -137,14 +237,14 @@ def test_all_ranks_refuse_when_the_memory_of_all_is_too_small(monkeypatch: pytes
     needed = chosen.model.matrix_parameters * 8
     gpu = SimpleNamespace(device_type="cuda", name="cuda", memory=lambda: SimpleNamespace(total=needed + 1))
     world = SimpleNamespace(accelerator=gpu, local_size=2)
-    axes = derive_axes(chosen.parallel, 2, chosen.model.num_experts)
+    plan = RunPlan(derive_axes(chosen.parallel, 2, chosen.model.num_experts), 1, 1)
     for other, fits in ((needed - 1, True), (needed - 2, False)):
-        monkeypatch.setattr(memory, "gather_json", lambda value, world: [value, other])  # noqa: B023
+        monkeypatch.setattr(memory, "gather_json", lambda value, world: [value, (other, 0)])  # noqa: B023
         if fits:
-            memory.refuse_too_large_together(chosen, axes, world)  # type: ignore[arg-type]
+            memory.refuse_too_large_together(chosen, plan, world)  # type: ignore[arg-type]
         else:
             with pytest.raises(ConfigError, match="too large"):
-                memory.refuse_too_large_together(chosen, axes, world)  # type: ignore[arg-type]
+                memory.refuse_too_large_together(chosen, plan, world)  # type: ignore[arg-type]
 
 
 def test_swap_is_read_from_the_system(tmp_path) -> None:

@@ -10,10 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from equipoise.accelerator import host_memory
 from equipoise.checkpoint import layout
 from equipoise.checkpoint.manifest import Manifest, describe_file, write_manifest
-from equipoise.data import DataConfig, build_dataset, hub, sources
+from equipoise.data import DataConfig, build_dataset, corpus, hub, sources
 from equipoise.data.corpus import check_data
+from equipoise.data.loader import Loader
 from equipoise.errors import CheckpointError, ConfigError, DataError
 from equipoise.models.config import ModelConfig
 from equipoise.train import preflight
@@ -57,10 +59,18 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], int]] = {
 }
 
 
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every source counts as too large to be read before workers are started."""
+    monkeypatch.setattr(corpus, "_SMALL_BYTES", -1)
+
+
+@pytest.mark.parametrize("small_bytes", [-1, 1 << 20])
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_in_the_data_is_told_as_by_those_who_read_it_all(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, small_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(corpus, "_SMALL_BYTES", small_bytes)
     make, settings, vocab_size = MISTAKES[case]
     data = tmp_path / "data"
     data.mkdir()
@@ -71,13 +81,26 @@ def test_a_mistake_in_the_data_is_told_as_by_those_who_read_it_all(
     with pytest.raises(DataError) as wanted:
         build_dataset(config, 4, vocab_size=vocab_size)
     with pytest.raises(DataError) as found:
-        check_data(config, vocab_size)
+        check_data(config, 4, vocab_size)
     assert str(found.value) == str(wanted.value)
 
 
 @pytest.mark.parametrize(("source", "vocab_size"), [("stdlib", 257), ("random", 5)])
 def test_sources_without_a_mistake_pass(source: str, vocab_size: int) -> None:
-    check_data(DataConfig(source=source), vocab_size)
+    check_data(DataConfig(source=source), 4, vocab_size)
+
+
+def test_a_small_source_is_read_whole_and_a_larger_one_is_not(tmp_path: Path) -> None:
+    """Only all of it tells that it is too short, or that a late line is malformed."""
+    (tmp_path / "a.txt").write_text("abc")
+    with pytest.raises(DataError, match="is too short: 1 documents with 3 bytes of text"):
+        check_data(DataConfig(source=str(tmp_path)), 8, 257)
+    read = check_data(DataConfig(source=str(tmp_path)), 2, 257)
+    assert read is not None
+    assert read.train.fingerprint == build_dataset(DataConfig(source=str(tmp_path)), 2).train.fingerprint
+    (tmp_path / "b.txt").write_text("x" * (1 << 20))
+    assert check_data(DataConfig(source=str(tmp_path)), 8, 257) is None
+    assert check_data(DataConfig(source="stdlib"), 8, 257) is None
 
 
 def test_only_the_first_file_of_a_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,27 +114,35 @@ def test_only_the_first_file_of_a_hub_is_downloaded(tmp_path: Path, monkeypatch:
         return tmp_path / name
 
     monkeypatch.setattr(hub, "_call", call)
-    check_data(DataConfig(source="hf://owner/name"), 257)
+    check_data(DataConfig(source="hf://owner/name"), 4, 257)
     assert asked == ["a.txt"]
 
 
+@pytest.mark.usefixtures("large")
 def test_nothing_is_read_beyond_the_first_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\nno JSON\n')
-    check_data(DataConfig(source=str(tmp_path / "a.jsonl")), 257)
+    check_data(DataConfig(source=str(tmp_path / "a.jsonl")), 4, 257)
     (tmp_path / "b.jsonl").write_text(f'{{"messages": {TURNS}}}\nno JSON\n')
     (tmp_path / "template").write_text("{{ messages }}")
     chat = DataConfig(source=str(tmp_path / "b.jsonl"), **CHAT, chat_template=str(tmp_path / "template"))
-    check_data(chat, 257)
+    check_data(chat, 4, 257)
     monkeypatch.setattr(sources, "_CHECKED_BYTES", 2)
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("read"))
     (tmp_path / "long.txt").write_text("abc")
-    check_data(DataConfig(source=str(tmp_path / "long.txt")), 257)
+    check_data(DataConfig(source=str(tmp_path / "long.txt")), 4, 257)
 
 
-def save(checkpoints: Path, step: int, model: ModelConfig, went_back: int | None = None) -> None:
+def save(
+    checkpoints: Path,
+    step: int,
+    model: ModelConfig,
+    went_back: int | None = None,
+    loader: dict[str, Any] | None = None,
+) -> None:
     path = layout.step_path(checkpoints, step)
     path.mkdir(parents=True)
-    state = {"config": {"model": model.model_dump(mode="json")}, "extra": {"resume_step": went_back}}
+    state: dict[str, Any] = {"config": {"model": model.model_dump(mode="json")}, "extra": {"resume_step": went_back}}
+    state["loader"] = loader
     (path / layout.TRAIN_STATE).write_text(json.dumps(state))
     write_manifest(path, Manifest(step, 1, {file.name: describe_file(file) for file in path.iterdir()}))
 
@@ -164,6 +195,61 @@ def test_a_model_too_large_for_the_host_is_refused_on_a_cpu_alone(monkeypatch: p
         else:
             with pytest.raises(ConfigError, match="too large for the memory"):
                 start(model={"hidden_size": 10**9})
+
+
+def test_other_data_than_those_of_the_checkpoints_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one text of some length" * 30)
+    data, loop = (
+        {"source": str(text), "eval_fraction": 0.1},
+        {"sequence_length": 16, "global_batch_size": 4, "steps": 9},
+    )
+    train = build_dataset(DataConfig(**data), 16).train
+    saved = Loader(train, 4, 1).state_dict()
+    checkpoints = tmp_path / "checkpoints"
+    save(checkpoints, 2, ModelConfig(), loader=saved)
+    save(checkpoints, 4, ModelConfig(), loader=saved | {"seed": 7})
+    start(checkpoints, workers=2, data=data, train=loop)
+    start(checkpoints, 4, workers=2, data=data, train=loop | {"seed": 7})
+    with pytest.raises(DataError) as caught:
+        start(checkpoints, 2, workers=2, data=data | {"shuffle": False}, train=loop | {"global_batch_size": 8})
+    assert str(caught.value).startswith(
+        "the saved data position belongs to other data or another order: shuffle True (now False), "
+        "global_batch_size 4 (now 8). Resume with the same data"
+    )
+    text.write_text("another text of some length" * 30)
+    with pytest.raises(DataError, match=f"other data or another order: .*fingerprint '{train.fingerprint}'"):
+        start(checkpoints, 2, workers=2, data=data, train=loop)
+    start(checkpoints, 2, workers=1, data=data, train=loop)  # which reads them at once
+    monkeypatch.setattr(corpus, "_SMALL_BYTES", -1)
+    start(checkpoints, 2, workers=2, data=data, train=loop)  # left to those who read them all
+    with pytest.raises(DataError, match=r"seed 0 \(now 1\)"):
+        start(checkpoints, 2, workers=2, data=data, train=loop | {"seed": 1})
+
+
+def test_what_workers_will_log_about_the_data_is_not_logged_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text("x" * 500)
+    (tmp_path / "empty.txt").touch()
+    start(workers=2, data={"source": str(tmp_path)}, train={"sequence_length": 16})
+    assert caplog.messages == []
+    build_dataset(DataConfig(source=str(tmp_path)), 16)
+    assert "empty files were skipped" in caplog.text
+
+
+def test_a_finished_run_is_not_refused_for_what_it_does_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = SimpleNamespace(device_type="cpu", name="cpu", memory=lambda: SimpleNamespace(total=1 << 10))
+    monkeypatch.setattr(preflight, "get_accelerator", lambda: cpu)
+    monkeypatch.setattr(host_memory, "swap", lambda: 0)
+    save(tmp_path, 4, ModelConfig())
+    start(tmp_path, workers=2, train={"steps": 4}, data={"source": "missing"})
+    with pytest.raises(ConfigError, match="too large for the memory"):
+        start(tmp_path, workers=2, train={"steps": 5}, data={"source": "missing"})
+    with pytest.raises(CheckpointError, match="rope_theta"):
+        start(tmp_path, workers=2, train={"steps": 4}, model={"rope_theta": 3.0})
 
 
 def test_a_single_process_reads_its_data_once() -> None:

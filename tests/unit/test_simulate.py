@@ -291,6 +291,30 @@ def test_more_tokens_make_a_copy_worth_while() -> None:
     assert [pays(factor) for factor in (0.5, 1.0, 2.0, 4.0)] == [False, False, False, True]
 
 
+def test_more_tokens_than_planners_count_are_not_asked_for() -> None:
+    """Counts of one load are int32 in plans: they neither wrap around nor end the report."""
+    rows = 2**30 // 8
+    block = LoadBlock(0, 0, np.arange(1), np.array([[[6, 2, 0, 0], [6, 2, 0, 0]]], np.int32) * (rows // 16))
+    machine = Hardware("", "", flops_per_s=EXPERT.flop_per_row, balance_s=1e18)
+    row = {"slots": 1, "tolerance": 0.0, "planner": "exact_load"}
+    pays = pays_with(Sweep(ranks=[2], slots=[1]), block, row, machine, EXPERT)
+    assert [pays(factor) for factor in (1.0, 8.0, 15.9, 16.0, 64.0)] == [False, False, False, None, None]
+    assert turning_point(1000, False, pays) == "with as uneven a load it does not pay with 8000 tokens per rank either"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_more_tokens_than_planners_count_are_refused(exact: bool) -> None:
+    def first(tokens: int) -> LoadBlock:
+        if exact:
+            return next(exact_loads(Workload("hot_rank", 1.5, 8, 2, 4), tokens, 1, 1))
+        return next(drawn_loads("hot_rank", 1.5, 8, 2, 4, tokens, 1, 1))
+
+    most = (2**31 - 1) // 8
+    assert first(most).sent_NP.tolist() == [[2 * most] * 4]
+    with pytest.raises(ConfigError, match="tokens in one load; at most 2147483647"):
+        first(most + 1)
+
+
 def test_a_summary_adds_up_layers_and_the_rest_of_the_step() -> None:
     loads = [LoadBlock(step, 0, np.arange(3), np.ones((3, 2, 4), np.int64)) for step in range(2)]
     machine = Hardware("", "", flops_per_s=EXPERT.flop_per_row, rest_s=100.0)

@@ -106,12 +106,6 @@ def refuse_existing(directory: Path, world: World) -> None:
     layout.refuse_any(directory, find_latest(directory, world))
 
 
-def saved_model(path: Path) -> dict[str, Any]:
-    """The model's settings that a complete checkpoint was saved with, as JSON; empty where it has none."""
-    config = json.loads((path / layout.TRAIN_STATE).read_text()).get("config", {})
-    return dict(config.get("model", {}))
-
-
 def other_model(path: Path, changes: dict[str, tuple[Any, Any]]) -> CheckpointError:
     """The error of a checkpoint whose model differs from the run's in the settings `changes` (see `model_changes`)."""
     if OF_WEIGHTS & changes.keys():

@@ -11,12 +11,13 @@ from equipoise.data.chat import load_template, tokenize_conversations
 from equipoise.data.config import DataConfig
 from equipoise.data.conversations import check_conversations, read_conversations
 from equipoise.data.dataset import PackedDataset, RandomDataset, StreamDataset, TokenDataset
-from equipoise.data.sources import SourceReport, check_documents, read_documents
+from equipoise.data.sources import SourceReport, check_documents, num_local_bytes, read_documents
 from equipoise.data.tokenizer import Tokenizer, load_tokenizer
 from equipoise.errors import DataError
 
 logger = logging.getLogger(__name__)
 _BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer at once
+_SMALL_BYTES = 1 << 20  # read in less time than a worker takes to start
 _RANDOM_TRAIN, _RANDOM_HELD_OUT = 1 << 20, 1 << 8  # sequences
 
 
@@ -102,15 +103,19 @@ def build_dataset(
     return datasets
 
 
-def check_data(config: DataConfig, vocab_size: int) -> None:
-    """Raises what `build_dataset` would, as far as the tokenizer and the first document tell: for a process that
-    starts others, which read everything. What the hub has of both is downloaded here, once."""
+def check_data(config: DataConfig, sequence_length: int, vocab_size: int, seed: int = 0) -> Datasets | None:
+    """For a process that starts others, which read everything: what `build_dataset` returns or raises where the source
+    is small; else raises what it would, as far as the tokenizer and the first document tell. What the hub has of both
+    is downloaded here, once."""
+    if config.source == "random" or num_local_bytes(config, _SMALL_BYTES) <= _SMALL_BYTES:
+        return build_dataset(config, sequence_length, vocab_size=vocab_size, seed=seed)
     tokenizer = _fitting_tokenizer(config, vocab_size)
     if config.format == "chat":
         load_template(config, tokenizer)
         check_conversations(config)
-    elif config.source != "random":
+    else:
         check_documents(config)
+    return None
 
 
 def _fitting_tokenizer(config: DataConfig, vocab_size: int | None) -> Tokenizer:

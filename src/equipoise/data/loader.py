@@ -4,7 +4,7 @@ exactly.
 Shape suffixes: B sequences of a microbatch, S positions of a sequence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -43,6 +43,22 @@ class Batch:
             labels=to_device(self.labels, device),
             position_ids=None if self.position_ids is None else to_device(self.position_ids, device),
             document_ids=None if self.document_ids is None else to_device(self.document_ids, device),
+        )
+
+
+def refuse_other_order(state: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raises `DataError` where `state` of a loader was saved with other values than `present`, which may be a part of
+    those that a loader has."""
+    if missing := sorted({"position", *present} - state.keys()):
+        raise DataError(
+            f"the saved data position lacks {', '.join(missing)}; it is not one of this loader. Choose another run "
+            "folder with --out"
+        )
+    different = [f"{key} {state[key]!r} (now {value!r})" for key, value in present.items() if state[key] != value]
+    if different:
+        raise DataError(
+            f"the saved data position belongs to other data or another order: {', '.join(different)}. Resume with the "
+            "same data, tokenizer, seed and global batch, or start a new run from the weights alone"
         )
 
 
@@ -128,20 +144,9 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises `DataError`, changing nothing, when it is of other data or
         of another seed, order or global batch, from which the position would mean something else."""
-        expected = self.state_dict()
-        if missing := sorted(expected.keys() - state.keys()):
-            raise DataError(f"the saved data position lacks {', '.join(missing)}; it is not one of this loader")
-        different = [
-            f"{key} {state[key]!r} (now {expected[key]!r})"
-            for key in expected
-            if key != "position" and state[key] != expected[key]
-        ]
-        if different:
-            raise DataError(
-                f"the saved data position belongs to other data or another order: {', '.join(different)}. "
-                "Resume with the same data, tokenizer, seed and global batch, or start a new run from the "
-                "weights alone"
-            )
+        present = self.state_dict()
+        del present["position"]
+        refuse_other_order(state, present)
         position = state["position"]
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the saved data position is {position!r}; expected a number of sequences from 0")

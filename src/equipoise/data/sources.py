@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import sysconfig
 from collections import Counter
@@ -97,6 +98,22 @@ def check_documents(config: DataConfig) -> None:
         raise DataError(f"data.source: cannot read {first}: {error.strerror or error}") from error
     with closing(_documents(chain([first], files), config, report)) as documents:
         next(documents, None)
+
+
+def num_local_bytes(config: DataConfig, limit: int) -> float:
+    """Sizes of the source's files, in bytes, as far as they exceed `limit`; infinite for the standard library and the
+    hub. Raises `DataError` as `source_files` does."""
+    if config.source == "stdlib" or config.source.startswith("hf://"):
+        return math.inf
+    total = 0
+    for path in source_files(config, SourceReport(config.source)):
+        try:
+            total += path.stat().st_size
+        except OSError as error:
+            raise DataError(f"data.source: cannot read {path}: {error.strerror or error}") from error
+        if total > limit:
+            break
+    return total
 
 
 def source_files(config: DataConfig, report: SourceReport) -> Iterator[Path]:

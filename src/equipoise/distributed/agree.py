@@ -12,7 +12,7 @@ from equipoise.distributed.collectives import group_device
 from equipoise.distributed.status import LISTED, shorten_ranks
 from equipoise.distributed.watch import describe
 from equipoise.distributed.world import World
-from equipoise.errors import CheckpointError, DataError, EquipoiseError, RankFailure
+from equipoise.errors import CheckpointError, ConfigError, DataError, EquipoiseError, RankFailure
 
 Scope = World | dist.ProcessGroup
 Returned = TypeVar("Returned")
@@ -66,11 +66,11 @@ def together(action: Callable[[], Returned], scope: Scope) -> Returned:
 
 @contextlib.contextmanager
 def raised_by_all() -> Iterator[None]:
-    """For a block that raises its errors of checkpoints and data on every rank of the world by itself: rank 0 is to
-    tell them."""
+    """For a block that raises its errors of settings, checkpoints and data on every rank of the world by itself: rank 0
+    is to tell them."""
     try:
         yield
-    except (CheckpointError, DataError) as error:  # of others, such as a missing rank, each tells its own
+    except (CheckpointError, ConfigError, DataError) as error:  # of others, such as a missing rank, each tells its own
         error.told_by = 0 if error.told_by is None else error.told_by
         raise
 

@@ -140,6 +140,12 @@ def cross_entropy_and_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_cross_entropy`, and FP32 [T] without gradient: the labels' log-probabilities at a temperature, from the
     same products. They are 0 at ignored labels; without a temperature there are none."""
-    chunk = _CHUNK_ELEMENTS.get(x_TD.device.type, _DEVICE_CHUNK_ELEMENTS) // weight_VD.shape[0]
-    num_chunks = -(-x_TD.shape[0] // max(1, chunk))
-    return _CrossEntropy.apply(x_TD, weight_VD, labels_T, -(-x_TD.shape[0] // max(1, num_chunks)) or 1, temperature)
+    chunk = tokens_at_once(x_TD.shape[0], weight_VD.shape[0], x_TD.device.type)
+    return _CrossEntropy.apply(x_TD, weight_VD, labels_T, chunk, temperature)
+
+
+def tokens_at_once(num_tokens: int, vocab_size: int, device_type: str) -> int:
+    """Tokens of a chunk, whose logits are held together."""
+    chunk = _CHUNK_ELEMENTS.get(device_type, _DEVICE_CHUNK_ELEMENTS) // vocab_size
+    num_chunks = -(-num_tokens // max(1, chunk))
+    return -(-num_tokens // max(1, num_chunks)) or 1

@@ -19,18 +19,21 @@ def assumptions(ep_size: int, tokens_per_rank: float, copy_tokens: int, hardware
     )
 
 
-def turning_point(tokens_per_rank: float, pays_here: bool, pays: Callable[[float], bool]) -> str:
+def turning_point(tokens_per_rank: float, pays_here: bool, pays: Callable[[float], bool | None]) -> str:
     """From how many tokens per rank on balancing pays, to a factor of two, as the end of a sentence.
 
     pays: whether it pays with that many times the tokens, for a load as uneven. Asked up to 64 times as many where it
-    does not pay here, else down to a 64th.
+    does not pay here, else down to a 64th, or to where the answer is None.
     """
     factor = 1.0
     for _ in range(_LAST_DOUBLING):
         following = factor / 2 if pays_here else factor * 2
         if tokens_per_rank * following < 1:
             break
-        if pays(following) != pays_here:
+        answer = pays(following)
+        if answer is None:
+            break
+        if answer != pays_here:
             turn = tokens_per_rank * (factor if pays_here else following)
             return f"with as uneven a load it pays from about {turn:.0f} tokens per rank on"
         factor = following

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from equipoise.balance.plan import experts_per_rank
+from equipoise.balance.protocol import check_counts
 from equipoise.errors import ConfigError, TraceError
 from equipoise.moe.synthetic import WORKLOADS, Workload
 
@@ -62,6 +63,7 @@ def exact_loads(workload: Workload, tokens: int, num_layers: int, num_steps: int
     tokens: of each rank in a microbatch.
     """
     experts_per_rank(workload.num_experts, workload.num_ranks)
+    check_counts(0, tokens * workload.num_ranks * workload.num_experts_per_tok)
     for step in range(num_steps):
         routings = [workload.routing(step, rank) for rank in range(workload.num_ranks)]
         load_PE = np.array([routing.expert_counts(tokens) for routing in routings], np.int32)
@@ -94,6 +96,7 @@ def drawn_loads(
     if workload is not None:
         token_shares = np.array([workload.routing(0, rank).token_share for rank in range(P)])
     rows_P = np.round(tokens * token_shares) * num_experts_per_tok
+    check_counts(0, int(rows_P.sum()))
     if workload is None:
         shares_NE = np.exp(SIGMA * np.random.default_rng(seed).standard_normal((num_layers, E)))
         shares_NE = _capped(shares_NE / shares_NE.sum(1, keepdims=True), 1 / num_experts_per_tok)
@@ -151,7 +154,7 @@ def trace_loads(
     for block in range(number):
         chosen = np.arange(block * needed, (block + 1) * needed) % units_LUE.shape[1]
         part = units_LUE[:, chosen].reshape(info.num_layers, num_ranks, per_rank, info.num_experts)
-        yield LoadBlock(block, 0, np.arange(info.num_layers), part.sum(2, dtype=np.int32))
+        yield LoadBlock(block, 0, np.arange(info.num_layers), part.sum(2, dtype=np.int64))
 
 
 def _recorded(trace: "Trace", steps: tuple[int, int] | None) -> Iterator[LoadBlock]:

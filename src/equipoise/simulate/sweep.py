@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.balance.plan import INT32_MAX
 from equipoise.balance.protocol import PlannerSettings
 from equipoise.simulate.hardware import ExpertSize, Hardware
 from equipoise.simulate.loads import LoadBlock
@@ -62,13 +63,16 @@ def run_sweep(
 
 def pays_with(
     sweep: Sweep, loads: LoadBlock, row: dict[str, Any], hardware: Hardware, expert: ExpertSize
-) -> Callable[[float], bool]:
-    """Whether balancing as in a row of `run_sweep` is faster than off with so many times the rows of `loads`."""
+) -> Callable[[float], bool | None]:
+    """Whether balancing as in a row of `run_sweep` is faster than off with so many times the rows of `loads`; None
+    where these are more than planners count."""
     settings = sweep.settings(hardware, expert, row["slots"], row["tolerance"])
     tries: list[tuple[str, PlannerSettings]] = [(OFF, settings), (row["planner"], settings)]
 
-    def pays(factor: float) -> bool:
-        scaled = LoadBlock(loads.step, loads.microbatch, loads.layers_N, (loads.load_NPE * factor).astype(np.int32))
+    def pays(factor: float) -> bool | None:
+        if loads.sent_NP.sum(1).max() * factor > INT32_MAX:
+            return None
+        scaled = LoadBlock(loads.step, loads.microbatch, loads.layers_N, (loads.load_NPE * factor).astype(np.int64))
         off, on = simulate_all([scaled], tries, hardware=hardware, expert=expert)
         return float(on["layer_s"].sum()) < float(off["layer_s"].sum())
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from equipoise.accelerator import get_accelerator
 from equipoise.checkpoint.hf import dtype_of, export, open_source
 from equipoise.checkpoint.layout import step_of, step_path
-from equipoise.distributed.agree import together
+from equipoise.checkpoint.training import choose_checkpoint
+from equipoise.distributed.agree import gather_json, raised_by_all, together
 from equipoise.distributed.world import World, join_world
 from equipoise.errors import CheckpointError
 from equipoise.files import free_name, written_whole
 from equipoise.run_files import CHECKPOINTS
 from equipoise.train.config import TrainConfig
 from equipoise.train.log import configure_logging
+from equipoise.train.preflight import check_saved_model, is_finished
 from equipoise.train.progress import ByteProgress
 from equipoise.train.resolved import check_run_folder, hold_run_folder, save_resolved, writing
 from equipoise.train.stop import StopSignals
@@ -54,20 +56,42 @@ def run_training(
     ):
         together(lambda: check_run_folder(out, resume, resume_step), world)
         on_rank_0(world, lambda: held.enter_context(hold_run_folder(out)))
-        datasets = build_datasets(config, world)
-        trainer = Trainer(config, world, datasets, out, stop)
-        trainer.restore(resume, resume_step)
-        # Only now: a run that the checkpoints refuse leaves the settings of the run that wrote them.
-        on_rank_0(world, lambda: save_resolved(config, out, argv, typed))
-        if world.rank == 0 and trainer.step < config.train.steps:
-            tell_of_older(out / HF_FOLDER, trainer.step, config.save_hf)
-        trainer.run()
-        if world.rank == 0 and config.save_hf and trainer.step == config.train.steps:
-            last = step_path(out / CHECKPOINTS, trainer.step)
-        else:
-            last = None
-    if last is not None:  # the other ranks are gone by now and wait for nothing
-        save_hf(last, out / HF_FOLDER)
+        step = finished_step(config, out / CHECKPOINTS, world, resume_step)
+        if step is None:
+            datasets = build_datasets(config, world)
+            trainer = Trainer(config, world, datasets, out, stop)
+            trainer.restore(resume, resume_step)
+            # Only now: a run that the checkpoints refuse leaves the settings of the run that wrote them.
+            on_rank_0(world, lambda: save_resolved(config, out, argv, typed))
+            if world.rank == 0 and trainer.step < config.train.steps:
+                tell_of_older(out / HF_FOLDER, trainer.step, config.save_hf)
+            trainer.run()
+            step = trainer.step
+    if config.save_hf and world.rank == 0 and step == config.train.steps:  # the other ranks are gone by now
+        save_hf(step_path(out / CHECKPOINTS, step), out / HF_FOLDER)
+
+
+@raised_by_all()
+def finished_step(config: TrainConfig, checkpoints: Path, world: World, resume_step: int | None) -> int | None:
+    """The step that the run has, where nothing is left to train: then nobody needs its data, nor memory for its model.
+    Collective.
+
+    Raises:
+        CheckpointError: on every rank, as `Trainer.restore` does.
+    """
+    looked = together(lambda: world.rank == 0 and is_finished(config, checkpoints, resume_step), world)
+    if not any(gather_json(looked, world)):
+        return None
+    path = choose_checkpoint(checkpoints, world, resume_step, config.checkpoint.verify)
+    if path is None or step_of(path) < config.train.steps:  # later ones are damaged
+        return None
+    together(lambda: check_saved_model(config, checkpoints, resume_step), world)
+    if world.rank == 0:
+        step, steps = step_of(path), config.train.steps
+        logger.info(
+            "nothing to train: step %d is done and train.steps is %d; raise it. It is saved in %s", step, steps, path
+        )
+    return step_of(path)
 
 
 def save_hf(checkpoint: Path, target: Path) -> None:

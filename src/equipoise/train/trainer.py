@@ -79,7 +79,7 @@ class Trainer:
         self.plan = plan_run(config, world.size)
         self.dtype = compute_dtype(config, world)
         self.meshes = build_meshes(self.plan.axes, world)
-        refuse_too_large_together(config, self.plan.axes, world)
+        refuse_too_large_together(config, self.plan, world)
         with world.operation("build the model", deadline_s=10 * world.timeout_s):
             self.model = build_parallel_model(
                 config.model,
