@@ -1,7 +1,7 @@
 """`equipoise bench balance`: what it refuses before anything starts, and what it makes of its measurements."""
 
-import contextlib
 import errno
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from equipoise import cli, options
+from equipoise import cli, files
 from equipoise.balance_config import BalanceConfig
 from equipoise.bench import balance_run
 from equipoise.bench.advice import slots_for
@@ -78,9 +78,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     def make_file(dir: Path) -> Any:  # permissions would not stop root
         if dir.name == "locked":
             raise PermissionError(errno.EACCES, "Permission denied")
-        return contextlib.nullcontext()
+        return io.BytesIO()
 
-    monkeypatch.setattr(options.tempfile, "TemporaryFile", make_file)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", make_file)
     for out, text in (
         ("file/x.json", "--out file/x.json: file cannot be made: "),
         (

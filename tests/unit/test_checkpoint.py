@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from equipoise import files
 from equipoise.accelerator import CPUAccelerator
 from equipoise.checkpoint import layout, saver
 from equipoise.checkpoint.layout import WENT_BACK
@@ -531,7 +532,7 @@ def test_a_place_that_cannot_be_written_is_found_before_training(
 ) -> None:
     layout.refuse_unwritable(tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
-    monkeypatch.setattr(Path, "write_bytes", failing(OSError(errno.EROFS, "Read-only file system")))
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", failing(OSError(errno.EROFS, "Read-only file system")))
     with pytest.raises(OSError, match="Read-only"):
         layout.refuse_unwritable(tmp_path)
 
