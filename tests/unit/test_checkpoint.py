@@ -347,7 +347,7 @@ def save_to_the_end(writer: CheckpointSaver, state: TrainingState, wait: bool) -
 
 
 def failing(error: Exception) -> Callable[..., Any]:
-    def fails(*args: object) -> None:
+    def fails(*args: object, **options: object) -> None:
         raise error
 
     return fails
