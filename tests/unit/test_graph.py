@@ -20,7 +20,8 @@ from equipoise.errors import ConfigError
 from equipoise.models.model import ModelOutput
 from equipoise.models.parallelize import build_parallel_model
 from equipoise.train import step as step_module
-from equipoise.train.graph import WARM_UP, graph_problem
+from equipoise.train.config import TrainConfig
+from equipoise.train.graph import WARM_UP, graph_problem, setting_problem
 from equipoise.train.optimizer import OptimizerConfig, build_optimizer
 from equipoise.train.step import StepResult, TrainStep
 from equipoise.train.timing import PhaseTimer
@@ -197,6 +198,19 @@ def test_it_says_why_not(place: tuple[World, Meshes]) -> None:
     problem = graph_problem(model, runner.optimizer, Replaying(), "triton")
     assert problem is not None
     assert problem.startswith("FSDP gathers weights in between")
+
+
+def test_it_says_which_setting() -> None:
+    assert setting_problem(TrainConfig()) is None
+    for changed, start in (
+        ({"trace": {}}, "the trace is on"),
+        ({"profiler": {}}, "the profiler is on"),
+        ({"synthetic_routing": {"workload": "balanced"}}, "synthetic_routing is on"),
+        ({"data": {"packing": "documents"}}, "data.packing is 'documents'"),
+    ):
+        problem = setting_problem(TrainConfig.model_validate(changed))
+        assert problem is not None
+        assert problem.startswith(start)
 
 
 def test_a_cpu_captures_nothing() -> None:

@@ -18,6 +18,7 @@ from equipoise.data import Batch
 from equipoise.dispatch import LocalDispatcher
 from equipoise.models.model import MoEForCausalLM
 from equipoise.moe.layer import MoELayer
+from equipoise.train.config import TrainConfig
 from equipoise.train.offload import OffloadedAdamW
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,17 @@ class Captured(NamedTuple):
 Compute = Callable[[Batch, torch.Tensor, torch.Tensor], Captured]
 """Forward and backward of a microbatch on the device; the loss is its sum divided by the first scalar, auxiliary losses
 are weighed by the second."""
+
+
+def setting_problem(config: TrainConfig) -> str | None:
+    """Which setting keeps all microbatches from being captured; None without one."""
+    found = {
+        "the profiler is on, and sees no ranges in a graph": config.profiler is not None,
+        "the trace is on, and looks into every layer": config.trace is not None,
+        "synthetic_routing is on, and makes its choices on the host": config.synthetic_routing is not None,
+        "data.packing is 'documents', and microbatches differ in their documents": config.data.packing == "documents",
+    }
+    return next((reason for reason, holds in found.items() if holds), None)
 
 
 def graph_problem(

@@ -37,7 +37,7 @@ from equipoise.observe.profiler import Profiler
 from equipoise.run_files import CHECKPOINTS
 from equipoise.train.config import TrainConfig, plan_run, synthetic_workload
 from equipoise.train.console import TrainConsole
-from equipoise.train.graph import graph_problem
+from equipoise.train.graph import graph_problem, setting_problem
 from equipoise.train.memory import refuse_too_large_together
 from equipoise.train.metrics import FILE_NAME, MetricsWriter
 from equipoise.train.optimizer import build_optimizer, learning_rate
@@ -140,9 +140,9 @@ class Trainer:
         if not self.config.train.cuda_graph:
             return False
         kernel = choose_grouped_linear(self.world.device, self.dtype, self.config.train.expert_kernel).name
-        problem = graph_problem(self.model, self.optimizer, self.world.accelerator, kernel)
-        if problem is None and self.config.profiler is not None:
-            problem = "the profiler sees no ranges in a graph"
+        problem = setting_problem(self.config) or graph_problem(
+            self.model, self.optimizer, self.world.accelerator, kernel
+        )
         if problem is not None and self.world.device.type != "cpu":
             logger.info("train.cuda_graph has no effect: %s", problem)
         return problem is None
