@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,11 +72,14 @@ def read_admin_token(path: Path | None) -> tuple[str, Path | None]:
     """
     if path is None:
         token = secrets.token_urlsafe(32)
-        folder = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
-        made = folder / f"equipoise-admin-{os.getpid()}.token"
-        with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        folder = os.environ.get("XDG_RUNTIME_DIR") or None
+        if folder is not None and not os.access(folder, os.W_OK):  # another user's shell has left it set
+            folder = None
+        # A name of its own: in a container, a killed engine's file has the process id of the next one.
+        number, made = tempfile.mkstemp(".token", f"equipoise-admin-{os.getpid()}-", folder)  # for this user alone
+        with os.fdopen(number, "w") as file:
             file.write(token)
-        return token, made
+        return token, Path(made)
     try:
         token, mode = path.read_text().strip(), path.stat().st_mode
     except OSError as error:
