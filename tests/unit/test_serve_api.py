@@ -1,7 +1,9 @@
 """The engine's HTTP API: what it refuses, how, and that nothing a client sends takes it down."""
 
+import errno
 import http.client
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from equipoise.data.tokenizer import ByteTokenizer
+from equipoise.errors import ConfigError
 from equipoise.models.initialize import initialize_model
 from equipoise.serve.clients.http import EngineError
 from equipoise.serve.clients.reference import ReferenceClient, routes_of
@@ -345,6 +348,20 @@ def test_the_token_of_a_killed_engine_with_the_same_process_id_does_not_stop_the
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "of-another-user"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert read_admin_token(None)[1].parent == tmp_path
+
+
+def test_a_token_that_cannot_be_written_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(number: int, mode: str) -> None:
+        os.close(number)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("os.fdopen", refuse)
+    with pytest.raises(ConfigError, match=r"admin token cannot be written into .*No space left.*--admin-token-file"):
+        read_admin_token(None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_released_and_comes_back_with_the_next_update() -> None:
