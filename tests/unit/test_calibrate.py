@@ -1,6 +1,7 @@
 """Calibration: the loads tell the parts of the cost model apart, and a fit finds the rates that made the times."""
 
 import argparse
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from equipoise.bench import results
 from equipoise.bench.balance import ON
 from equipoise.bench.calibrate_run import calibration_loads, check_study, fit_hardware, middle_mean, predict, unfitted
 from equipoise.bench.results import parse_options, results_file, update_results, write_results
-from equipoise.errors import ConfigError
+from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.simulate.hardware import Hardware
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config
@@ -107,6 +108,19 @@ def test_no_benchmark_chooses_its_file_by_itself() -> None:
         text = path.read_text()
         assert "parse_options(parser" in text, path.name
         assert "results_folder" not in text, path.name
+
+
+def test_results_that_cannot_be_written_are_said_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = write_results(tmp_path / "a.json", [{"us": 1}], {}, [])
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(EquipoiseError, match=r"cannot write the results to .*a\.json: No space left on device"):
+        write_results(path, [{"us": 2}], {}, [])
+    assert json.loads(path.read_text())["rows"] == [{"us": 1}]
 
 
 def test_parts_of_a_results_file_are_replaced_alone(tmp_path: Path) -> None:
