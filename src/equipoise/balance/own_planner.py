@@ -6,6 +6,7 @@ import torch.distributed as dist
 from equipoise.balance.plan import Placement, PlanError, check_placement
 from equipoise.balance.protocol import Planner, PlannerSettings
 from equipoise.distributed.agree import raise_together
+from equipoise.distributed.collectives import group_device
 
 
 def place_by_own(
@@ -47,7 +48,7 @@ def check_own(placement: Placement, load_PE: torch.Tensor, settings: PlannerSett
 
 
 def _compare(placement: Placement, name: str, group: dist.ProcessGroup) -> None:
-    mine = torch.cat([placement.slot_expert, placement.quota])
+    mine = torch.cat([placement.slot_expert, placement.quota]).to(group_device(group))
     all_PN = mine.new_empty(group.size(), len(mine))
     dist.all_gather_into_tensor(all_PN.view(-1), mine, group=group)
     differs_P = (all_PN != all_PN[0]).any(1).tolist()
