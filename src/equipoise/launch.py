@@ -84,6 +84,21 @@ def is_own_worker(environment: Mapping[str, str]) -> bool:
     return environment.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID_PREFIX)
 
 
+def is_launcher_gone(environment: Mapping[str, str]) -> bool:
+    """In a worker that `launch` started, whether the launching process has ended already: another one has adopted this.
+    The run's id has its process id."""
+    pid = environment["TORCHELASTIC_RUN_ID"].removeprefix(_RUN_ID_PREFIX).partition("-")[0]
+    if not pid.isdecimal() or os.getppid() == int(pid):
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # there is one, of another user
+        return False
+    return False
+
+
 def default_worker_count() -> int:
     """Workers of this machine when the user names no number: one per accelerator device, one on CPU."""
     from equipoise.accelerator import get_accelerator
@@ -190,7 +205,7 @@ def launch(count: int, command: Sequence[str]) -> None:
         "min_nodes": 1,
         "max_nodes": 1,
         "nproc_per_node": count,
-        "run_id": f"{_RUN_ID_PREFIX}{uuid.uuid4().hex[:12]}",
+        "run_id": f"{_RUN_ID_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}",
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0",  # port 0: the agent's store takes a free one, without a race
         "local_addr": _LOCALHOST,
@@ -348,8 +363,12 @@ def record_error(error: BaseException) -> bool:
 def end_with_parent(grace_s: float = GRACE_S, interval_s: float = 1.0) -> None:
     """In a worker, watch the launching process: when it is gone, ask this one to stop, then end it.
 
-    The agent cannot end its workers when it is killed itself. Workers without it would wait for ever.
+    The agent cannot end its workers when it is killed itself. Workers without it would wait for ever. Where it went
+    while this process was being started, this ends at once.
     """
+    if is_launcher_gone(os.environ):
+        print("The process that launched this worker is gone; it ends as well.", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGTERM)
     parent = os.getppid()
 
     def watch() -> None:

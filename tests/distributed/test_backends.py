@@ -31,13 +31,13 @@ def make_gloo(store, rank: int, size: int, timeout):  # type: ignore[no-untyped-
     return MADE[-1]
 
 
-def broadcast_over_mccl() -> tuple[str, str, str, list[float]]:
+def broadcast_over_mccl(world: str) -> tuple[str, str, str, list[float]]:
     """Backend names of the world, of a group asked for as nccl and of an inherited one; an async
     broadcast."""
     dist.Backend.register_backend("mccl", make_gloo, devices=["cpu"])
     accelerator = CPUOverMCCL()
     set_accelerator(accelerator)
-    dist.init_process_group(accelerator.world_backend())
+    dist.init_process_group(world)
     asked, inherited = new_group(accelerator, backend="nccl"), new_group(accelerator)
     x = torch.full((3,), float(dist.get_rank() + 1))
     dist.broadcast(x, src=1, group=asked, async_op=True).wait()
@@ -48,10 +48,11 @@ def broadcast_over_mccl() -> tuple[str, str, str, list[float]]:
     return (*names, x.tolist())  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_nccl_becomes_the_transport_of_the_accelerator(world_size: int) -> None:
-    for result in run_ranks(broadcast_over_mccl, world_size):
-        assert result == ("cpu:mccl", "mccl", "cpu:mccl", [2.0 * world_size] * 3)
+@pytest.mark.parametrize(("world_size", "world"), [(2, "cpu:mccl"), (3, "gloo")])
+def test_nccl_becomes_the_transport_of_the_accelerator(world_size: int, world: str) -> None:
+    """And a group that asks for nothing has the default group's, whatever the accelerator would take for a world."""
+    for result in run_ranks(broadcast_over_mccl, world_size, world):
+        assert result == (world, "mccl", world, [2.0 * world_size] * 3)
 
 
 def weight_update_group_on_musa() -> dict[str, object]:

@@ -184,6 +184,22 @@ def test_workers_end_when_the_launching_process_is_killed(start: Callable[..., R
     assert (run.out / "saved-0").read_text() == "SIGTERM"
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_worker_whose_launching_process_went_while_it_started_does_not_wait_for_the_others(is_gone: bool) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    pid = ended.pid if is_gone else os.getpid()
+    code = "from equipoise import launch; launch.start(2, [], lambda: print('runs'))"
+    variables = {"PYTHONPATH": SOURCES, "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": f"equipoise-{pid}-0a"}
+    worker = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    told = "The process that launched this worker is gone"
+    assert (worker.returncode, worker.stdout, told in worker.stderr) == (
+        (143, "", True) if is_gone else (0, "runs\n", False)
+    )
+
+
 def test_one_process_runs_in_place_and_stops_by_signal_after_saving(start: Callable[..., Run]) -> None:
     run = start("--nproc-per-node", "1", "--train.behaviour", "wait")
     run.started(1)

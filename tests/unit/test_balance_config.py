@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from equipoise.balance import Balancer
+from equipoise.balance import BalanceConfig, Balancer
 from equipoise.dispatch.config import DispatchConfig
 from equipoise.errors import ConfigError
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config
+from equipoise.train.record import describe_balancing
 from equipoise.train.resolved import to_toml
 
 
@@ -67,3 +68,23 @@ def test_on_without_slots_is_refused(slots: str) -> None:
 def test_experts_in_fp8_are_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=rf"experts in {dtype} cannot be balanced: FP8 .* leave balancing off"):
         Balancer(None, 4, {"up": (6, 2)}, dtype)
+
+
+@pytest.mark.parametrize(
+    ("balance", "ep_size", "told"),
+    [
+        (None, 1, "off"),
+        (None, 2, "off (--balance turns it on)"),
+        (BalanceConfig(), 2, "exact_load, 1 replica slot on each rank"),
+        (BalanceConfig(num_redundant_experts_per_rank=2), 2, "exact_load, 2 replica slots on each rank"),
+        (BalanceConfig(tolerance=0.99), 2, "exact_load, 1 replica slot on each rank"),
+        (
+            BalanceConfig(tolerance=1),  # by somebody who means 1 %
+            2,
+            "exact_load, 1 replica slot on each rank; balance.tolerance 1 moves nothing below 2 times the mean load "
+            "(0.01 is 1 %)",
+        ),
+    ],
+)
+def test_the_log_says_what_is_balanced_and_that_a_tolerance_is_no_percentage(balance, ep_size: int, told: str) -> None:
+    assert describe_balancing(balance, ep_size) == told

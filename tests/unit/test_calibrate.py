@@ -1,18 +1,29 @@
 """Calibration: the loads tell the parts of the cost model apart, and a fit finds the rates that made the times."""
 
 import argparse
+import errno
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from equipoise.balance.rules import MAX_COPY_TOKENS
 from equipoise.bench import results
 from equipoise.bench.balance import ON
-from equipoise.bench.calibrate_run import calibration_loads, check_study, fit_hardware, middle_mean, predict, unfitted
+from equipoise.bench.calibrate_run import (
+    calibration_loads,
+    check_fit,
+    check_study,
+    fit_hardware,
+    middle_mean,
+    predict,
+    unfitted,
+)
 from equipoise.bench.results import parse_options, results_file, update_results, write_results
-from equipoise.errors import ConfigError
-from equipoise.simulate.hardware import Hardware
+from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.simulate.hardware import ExpertSize, Hardware, load_hardware
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config
 
@@ -51,6 +62,33 @@ def test_a_fit_finds_the_rates_that_made_the_times(top_k: int) -> None:
         assert getattr(fitted, name) == pytest.approx(getattr(truth, name), rel=1e-3), name
     assert fitted.rest_s == pytest.approx(truth.rest_s, rel=1e-6)
     assert replace(fitted, rest_s=0.0).to_json()
+
+
+def test_what_a_fit_finds_is_read_again_also_where_a_core_is_shared(tmp_path: Path) -> None:
+    """Two ranks on one core: their work takes its time together, and no rank is slower for having more of it."""
+    config = study()
+    truth = Hardware("truth", "made up", shared_flops_per_s=100e9, full_duplex=False, rest_s=0.4)
+    loads = calibration_loads(2, 16, 4)
+    seconds = {load.name: predict(load, config, 64 * 64 // 2, truth) for load in loads}
+    fitted = fit_hardware(loads, seconds, config, 2, unfitted("truth", "made up", on_cpu=True))
+    check_fit(fitted)
+    file = tmp_path / "machine.json"
+    file.write_text(fitted.to_json())
+    read = load_hardware(str(file))
+    assert read == fitted
+    assert read.flops_per_s == math.inf
+    assert read.shared_flops_per_s == pytest.approx(100e9)
+    assert replace(read, copy_bytes_per_s=1e9).copy_tokens(ExpertSize(64, 64)) == MAX_COPY_TOKENS
+    assert replace(read, copy_bytes_per_s=math.inf).copy_tokens(ExpertSize(64, 64)) == 0
+
+
+def test_a_fit_that_does_not_see_the_experts_is_refused() -> None:
+    """As of a model so small that its steps take the same time whatever is routed."""
+    config, loads = study(), calibration_loads(2, 16, 2)
+    fitted = fit_hardware(loads, {load.name: 0.1 for load in loads}, config, 2, unfitted("toy", "made up", on_cpu=True))
+    assert fitted.rest_s == pytest.approx(0.1)
+    with pytest.raises(EquipoiseError, match="do not show what the experts' products cost, so nothing was written"):
+        check_fit(fitted)
 
 
 @pytest.mark.parametrize(("ranks", "experts", "top_k"), [(2, 4, 4), (4, 8, 2), (8, 8, 1)])
@@ -107,6 +145,19 @@ def test_no_benchmark_chooses_its_file_by_itself() -> None:
         text = path.read_text()
         assert "parse_options(parser" in text, path.name
         assert "results_folder" not in text, path.name
+
+
+def test_results_that_cannot_be_written_are_said_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = write_results(tmp_path / "a.json", [{"us": 1}], {}, [])
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(EquipoiseError, match=r"cannot write the results to .*a\.json: No space left on device"):
+        write_results(path, [{"us": 2}], {}, [])
+    assert json.loads(path.read_text())["rows"] == [{"us": 1}]
 
 
 def test_parts_of_a_results_file_are_replaced_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Router arithmetic: weights, FP32 bias, agreement with Hugging Face."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -147,6 +148,14 @@ def test_balance_loss_takes_the_softmax_once() -> None:
     """cases.md C06 (b): mean probability of expert 0 is 0.948; a double softmax gives 0.458."""
     router, x = router_giving([4.0, 0.0, 0.0, 0.0], num_experts_per_tok=1, aux_loss=True)
     assert router(x).aux_loss.item() == pytest.approx(4 * 0.9479, abs=1e-3)  # E * 1 * P_0
+
+
+def test_balance_loss_of_sigmoid_scores_takes_shares_that_add_up_to_one() -> None:
+    """Scores 3/4, 1/2, 1/2, 1/2: expert 0, which gets all tokens, has a third of the probability."""
+    router, x = router_giving(
+        [math.log(3), 0.0, 0.0, 0.0], num_experts_per_tok=1, aux_loss=True, scoring_func="sigmoid"
+    )
+    assert router(x).aux_loss.item() == pytest.approx(4 / 3)  # E * 1 * P_0
 
 
 def test_balance_loss_ignores_padding() -> None:

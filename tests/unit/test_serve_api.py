@@ -1,8 +1,12 @@
 """The engine's HTTP API: what it refuses, how, and that nothing a client sends takes it down."""
 
+import errno
 import http.client
 import json
+import os
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -10,9 +14,12 @@ import numpy as np
 import pytest
 
 from equipoise.data.tokenizer import ByteTokenizer
+from equipoise.errors import ConfigError
 from equipoise.models.initialize import initialize_model
 from equipoise.serve.clients.http import EngineError
 from equipoise.serve.clients.reference import ReferenceClient, routes_of
+from equipoise.serve.request import Prompt
+from equipoise.serve.run import read_admin_token
 from unit.engine_rig import TOY, some_ids, trainer_logprobs, trainer_model
 from unit.serve_rig import TOKEN, client_of, serving, updater
 
@@ -42,6 +49,13 @@ def ask(server, method: str, path: str, body: bytes = b"", token: str | None = T
 
 def post(server, path: str, **body) -> tuple[int, dict]:
     return ask(server, "POST", path, json.dumps(body).encode())[:2]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 def test_an_answer_has_what_was_asked_for(server) -> None:
@@ -104,6 +118,7 @@ def test_text_goes_in_and_out_with_a_tokenizer() -> None:
         ({"input_ids": [1], "stream": True}, "stream is true"),
         ({"input_ids": [1], "routed_experts_start_len": 1}, "routed_experts_start_len is 1"),
         ({"text": "a"}, "no tokenizer"),
+        ({"text": "a\ud800"}, "text is not Unicode at character 1"),
         ({"input_ids": [1], "unknown": 1}, "unknown"),
     ],
 )
@@ -292,6 +307,61 @@ def test_paused_requests_can_be_flushed_and_aborted(server) -> None:
     reasons = {a["meta_info"]["id"]: a["meta_info"]["finish_reason"]["type"] for a in answers}
     assert reasons == {f"slow{n}": "abort" if n == 3 else "length" for n in range(5)}
     assert sum(load["running"] + load["waiting"] for load in ask(server, "GET", "/v1/loads")[1]["loads"]) == 0
+
+
+def test_a_request_ends_when_its_client_goes_away_and_its_name_is_free_again(server) -> None:
+    """As after a timeout of the client: the retry is neither refused nor computed beside the first."""
+    body = json.dumps({"input_ids": [1], "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}, "rid": "again"})
+    step, server.loop._step = server.loop._step, lambda: time.sleep(0.01)  # nothing is computed before that
+    try:
+        connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
+        connection.request("POST", "/generate", body)
+        wait_until(lambda: server.loop.num_requests == 1)
+        assert post(server, "/generate", **json.loads(body))[0] == 409  # its name is taken; the answer ends nothing
+        assert server.loop.num_requests == 1
+        connection.close()
+        wait_until(lambda: server.loop.num_requests == 0)
+    finally:
+        server.loop._step = step
+    status, answer = post(server, "/generate", **json.loads(body))
+    assert (status, answer["meta_info"]["completion_tokens"]) == (200, 60)
+
+
+def test_a_client_that_gives_up_a_taken_name_ends_nobody_elses_request(server) -> None:
+    prompt = Prompt(
+        rid="mine", ids=[1], max_new_tokens=2, temperature=0.0, top_p=1.0, top_k=-1, min_new_tokens=0, stop_ids=[],
+        seed=0, logprobs=False, logprob_start=1, routes=False, routes_start=0,
+    )  # fmt: skip
+    answer = server.loop.call(lambda: server.loop.generate(prompt))
+    server.loop.call(lambda: server.loop.withdraw(prompt.model_copy()))
+    assert answer.result(20).finish["type"] == "length"
+
+
+def test_the_token_of_a_killed_engine_with_the_same_process_id_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    made = [read_admin_token(None) for _ in range(2)]
+    assert [Path(path).read_text() for _, path in made] == [token for token, _ in made]
+    assert {path.parent for _, path in made} == {tmp_path}
+    assert {path.stat().st_mode & 0o777 for _, path in made} == {0o600}
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "of-another-user"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert read_admin_token(None)[1].parent == tmp_path
+
+
+def test_a_token_that_cannot_be_written_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(number: int, mode: str) -> None:
+        os.close(number)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("os.fdopen", refuse)
+    with pytest.raises(ConfigError, match=r"admin token cannot be written into .*No space left.*--admin-token-file"):
+        read_admin_token(None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_released_and_comes_back_with_the_next_update() -> None:

@@ -83,6 +83,8 @@ def test_rocm_applies_its_two_variables_one_within_the_other() -> None:
     both = {"ROCR_VISIBLE_DEVICES": "4,6", "HIP_VISIBLE_DEVICES": "1"}
     assert accelerator.visible_devices(both).ids == (6,)
     assert accelerator.visible_devices({"ROCR_VISIBLE_DEVICES": "4,6"}).ids == (4, 6)
+    by_id = {"ROCR_VISIBLE_DEVICES": "GPU-aa01,GPU-bb02,GPU-cc03", "HIP_VISIBLE_DEVICES": "GPU-cc,GPU-aa01"}
+    assert accelerator.visible_devices(by_id).ids == ("GPU-cc03", "GPU-aa01")
     with pytest.raises(ConfigError, match="asks for device 2 of the 2"):
         accelerator.visible_devices({"ROCR_VISIBLE_DEVICES": "4,6", "HIP_VISIBLE_DEVICES": "2"})
 

@@ -147,6 +147,11 @@ def check_placement(placement: Placement, load_E: torch.Tensor, domain_size: int
     and not in a slot of its home; the largest rank load not above the input's; replicas within their domain.
     Reads tensors on the host.
     """
+    if not isinstance(placement, Placement):
+        raise PlanError(
+            f"a {type(placement).__name__} where a Placement is expected; placement_from_copies makes one, without "
+            "copies (copies=[]) that of no balancing"
+        )
     P, E = placement.num_ranks, placement.num_experts
     M, R = placement.num_masters, placement.num_slots
     expected = {"slot_expert": (P * R,), "quota": (P * (M + R),)}

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from equipoise.balance.config import BalanceConfig, planner_settings
 from equipoise.balance.device_planner import ExchangingPlanner
-from equipoise.balance.plan import BalancePlan, Placement, check_placement, experts_per_rank
+from equipoise.balance.own_planner import place_by_own
+from equipoise.balance.plan import BalancePlan, Placement, experts_per_rank
 from equipoise.balance.protocol import Planner, check_sizes
 from equipoise.balance.registry import planner_maker
 from equipoise.balance.replicas import Masters, ReplicaBuffers
@@ -252,7 +253,7 @@ class Balancer:
 
         Raises:
             RuntimeError: a recompute whose step is unknown, or that chose other experts.
-            PlanError: a planner of your own broke an invariant.
+            PlanError: a planner of your own broke an invariant, or gave ranks different plans.
         """
         if key is not None and _in_backward():
             with unseen():
@@ -363,9 +364,12 @@ class Balancer:
         layer = key[0] if isinstance(key, tuple) and key else None
         if layer not in self._planners:
             self._planners[layer] = self._make_planner()
-        placement: Placement = self._planners[layer](load_PE, self.settings)
+        planner = self._planners[layer]
         if self._is_own_planner:
-            check_placement(placement, load_PE.sum(0), self.settings.domain_size)
+            group = self.group if self.num_ranks > 1 else None
+            placement = place_by_own(planner, self.config.planner, load_PE, self.settings, group)
+        else:
+            placement = planner(load_PE, self.settings)
         return complete_plan(placement, load_PE, self.rank)
 
     def _record(self, step: Step, load_PE: torch.Tensor, seconds: float) -> None:

@@ -6,6 +6,7 @@ its two neighbours', times the median of the references. So a machine whose spee
 Shapes: P ranks of the EP group, E experts, M = E / P experts per rank, X features of the cost model.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from equipoise.bench.balance_run import Runner, Study, Switch
 from equipoise.distributed.agree import gather_json
 from equipoise.distributed.world import join_world
 from equipoise.errors import ConfigError, EquipoiseError
+from equipoise.files import written_whole
 from equipoise.moe.synthetic import SyntheticRouting
 from equipoise.simulate.cost import layer_work
 from equipoise.simulate.hardware import ExpertSize, Hardware
@@ -33,6 +35,8 @@ from equipoise.train.stop import StopSignals
 from equipoise.train.trainer import Trainer, build_datasets
 
 REFERENCE = "even"
+NEGLIGIBLE = 1e-6
+"""Share of a step that is no time at all."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,7 @@ def fit_hardware(
         table = np.array([features(load, config, tokens, hardware, expert).mean(0) for load in loads])
         scale = np.maximum(table.max(0), 1e-300)
         weights, _ = nnls(table / scale / times[:, None], np.ones(len(loads)))
+        weights[weights < NEGLIGIBLE * times.min()] = 0  # seconds of each part at most, here by rounding alone
         flops, shared, expert_s, source_rate, link, balance, copy, rest = weights / scale
         hardware = replace(
             base,
@@ -289,8 +294,10 @@ def run_calibration(config: TrainConfig, rounds: int, out: Path) -> None:
                 fit_hardware(loads, seconds, config, world.size, base),
                 measured_with=describe_sizes(config, plan.axes.ep),
             )
+            _say(loads, seconds, config, world.size, hardware)
+            check_fit(hardware)
             _write(out, hardware)
-            _say(loads, seconds, config, world.size, hardware, out)
+            print(f"written to {out}")
 
 
 def describe_sizes(config: TrainConfig, ep_size: int) -> str:
@@ -302,11 +309,23 @@ def describe_sizes(config: TrainConfig, ep_size: int) -> str:
     )
 
 
+def check_fit(hardware: Hardware) -> None:
+    """Raises EquipoiseError for rates of which nothing follows: in the measured steps experts cost no time."""
+    if math.isinf(hardware.flops_per_s) and math.isinf(hardware.shared_flops_per_s):
+        raise EquipoiseError(
+            f"the measured steps ({hardware.measured_with}) do not show what the experts' products cost, so nothing "
+            "was written: their time is lost in the rest of the step, or in what else the machine did. Take larger "
+            "experts or more tokens, more --rounds, and a machine that does nothing else"
+        )
+
+
 def _write(path: Path, hardware: Hardware) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(hardware.to_json())
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as partial:
+            partial.write_text(hardware.to_json())
+    except OSError as error:
+        raise EquipoiseError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error
 
 
 def _say(
@@ -315,7 +334,6 @@ def _say(
     config: TrainConfig,
     world_size: int,
     hardware: Hardware,
-    out: Path,
 ) -> None:
     tokens = tokens_per_rank(config, world_size)
     for load in loads:
@@ -323,4 +341,3 @@ def _say(
         print(
             f"{load.name:28} {measured * 1e3:9.2f} ms, fitted {predicted * 1e3:9.2f} ms {predicted / measured - 1:+.1%}"
         )
-    print(f"written to {out}")

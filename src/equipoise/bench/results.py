@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from equipoise.errors import ConfigError
+from equipoise.errors import ConfigError, EquipoiseError
 from equipoise.files import free_name, written_whole
 from equipoise.outputs import check_out
 
@@ -119,9 +119,12 @@ def write_results(
         "rows": rows,
         "summary": dict(summary),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as partial:
-        partial.write_text(json.dumps(content, indent=1) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise EquipoiseError(f"cannot write the results to {path}: {error.strerror or error}") from error
     return path
 
 

@@ -141,11 +141,12 @@ class Check(Config):
 
 
 class RouteSpec(NamedTuple):
-    """One route: its body, what it does, whether it needs the admin token."""
+    """One route: its body, what it does, whether it needs the admin token, whether it ends when its client is gone."""
 
     body: type[Config]
     act: Handler
     admin: bool = False
+    ends_with_client: bool = False
 
 
 class Reply(NamedTuple):
@@ -183,7 +184,7 @@ class Api:
             "get_weights_info": RouteSpec(Empty, self.weights_info, True),
         }
         post = {
-            "generate": RouteSpec(GenerateRequest, self.generate),
+            "generate": RouteSpec(GenerateRequest, self.generate, ends_with_client=True),
             "flush_cache": RouteSpec(Empty, self.flush_cache, True),
             "pause_generation": RouteSpec(Pause, self.pause, True),
             "continue_generation": RouteSpec(Empty, self.resume, True),
@@ -298,7 +299,11 @@ class Api:
     async def generate(self, body: GenerateRequest) -> Any:
         prompt = self._prompt(body)
         check_prompt(prompt, self.model.vocab_size, self.config.context_length)
-        finished = await self._call(lambda: self.loop.generate(prompt))
+        try:
+            finished = await self._call(lambda: self.loop.generate(prompt))
+        except asyncio.CancelledError:  # nobody waits for it any more
+            self.loop.call(lambda: self.loop.withdraw(prompt))
+            raise
         return self._answer(finished, body)
 
     def _prompt(self, body: GenerateRequest) -> Prompt:

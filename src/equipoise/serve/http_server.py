@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 from equipoise.errors import ConfigError
@@ -32,6 +32,8 @@ def build_app(api: Api) -> "Starlette":
     except ImportError as error:
         raise ConfigError(f"serving needs the package {error.name} (pip install 'equipoise[serve]')") from None
 
+    gone = Reply(400, {"success": False, "message": "the client went away"})
+
     def respond(reply: Reply) -> JSONResponse:
         return JSONResponse(reply.body, reply.status, reply.headers)
 
@@ -45,8 +47,9 @@ def build_app(api: Api) -> "Starlette":
                         return respond(Reply(413, {"success": False, "message": f"more than {MAX_BODY} bytes"}))
                     parts.append(part)
             except ClientDisconnect:
-                return respond(Reply(400, {"success": False, "message": "the client went away"}))
-            return respond(await api.answer(spec, request.headers.get("authorization", ""), b"".join(parts)))
+                return respond(gone)
+            answer = api.answer(spec, request.headers.get("authorization", ""), b"".join(parts))
+            return respond(await (_while_listening(answer, request.receive, gone) if spec.ends_with_client else answer))
 
         return Route(path, handle, methods=[method], name=f"{method} {path}")
 
@@ -55,6 +58,24 @@ def build_app(api: Api) -> "Starlette":
 
     routes = [route(method, path, spec) for (method, path), spec in api.routes.items()]
     return Starlette(routes=routes, exception_handlers={HTTPException: http_error})
+
+
+async def _while_listening(
+    answer: Coroutine[Any, Any, Reply], receive: Callable[[], Awaitable[Any]], otherwise: Reply
+) -> Reply:
+    """The answer, or `otherwise` as soon as the client is gone; then the answer's work is cancelled."""
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+
+    work, absence = asyncio.ensure_future(answer), asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait({work, absence}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else otherwise
+    finally:
+        work.cancel()
+        absence.cancel()
 
 
 @contextlib.contextmanager

@@ -62,6 +62,7 @@ class EngineLoop:
         self.num_updates = 0
         self._queue: queue.Queue[tuple[Future[Any], Callable[[], Any]]] = queue.Queue()
         self._requests: dict[str, Future[Finished]] = {}
+        self._prompts: dict[str, Prompt] = {}
         self._rank_of: dict[str, int] = {}
         self._new: list[list[Prompt]] = [[] for _ in range(ranks.size)]
         self._pending: dict[str, _Pending] = {}
@@ -160,6 +161,7 @@ class EngineLoop:
         for value in (v for values in by_rank for v in values):
             finished = Finished(**value)
             self._rank_of.pop(finished.rid, None)
+            self._prompts.pop(finished.rid, None)
             future = self._requests.pop(finished.rid, None)
             if future is not None and not future.done():
                 future.set_result(finished)
@@ -190,6 +192,7 @@ class EngineLoop:
         loads = [list(self._rank_of.values()).count(rank) for rank in range(self.ranks.size)]
         rank = loads.index(min(loads))
         self._rank_of[prompt.rid] = rank
+        self._prompts[prompt.rid] = prompt
         self._new[rank].append(prompt)
         future: Future[Finished] = Future()
         self._requests[prompt.rid] = future
@@ -198,9 +201,17 @@ class EngineLoop:
     def abort(self, rid: str | None) -> int:
         """Ends a request, or all; the number of requests that ended."""
         rids = list(self._requests) if rid is None else [r for r in self._requests if r.startswith(rid)]
-        self._send_new()
-        self._finish(self.ranks.run("abort", rids=None if rid is None else rids))
+        self._abort(rids if rid is not None else None)
         return len(rids)
+
+    def withdraw(self, prompt: Prompt) -> None:
+        """Ends this request alone; harmless when it has ended, or was refused for a name that another one has."""
+        if self._prompts.get(prompt.rid) is prompt:
+            self._abort([prompt.rid])
+
+    def _abort(self, rids: list[str] | None) -> None:
+        self._send_new()
+        self._finish(self.ranks.run("abort", rids=rids))
 
     def _send_new(self) -> None:
         """Brings requests to their ranks without computing anything."""

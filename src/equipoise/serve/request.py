@@ -68,6 +68,11 @@ class GenerateRequest(Config):
     def _possible(self) -> Self:
         if (self.input_ids is None) == (self.text is None):
             raise ValueError("give either input_ids or text")
+        if self.text is not None:
+            try:
+                self.text.encode()
+            except UnicodeEncodeError as error:  # half of a pair in JSON's escapes
+                raise ValueError(f"text is not Unicode at character {error.start}: {error.reason}") from None
         if self.stream:
             raise ValueError("stream is true: this engine answers when a request is finished")
         return self

@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,14 +68,27 @@ def read_admin_token(path: Path | None) -> tuple[str, Path | None]:
     """The token, and the new file that holds it if one was made.
 
     Raises:
-        ConfigError: the file is not there, empty, or others can read it.
+        ConfigError: the file is not there, empty, or others can read it; or a new one cannot be written.
     """
     if path is None:
         token = secrets.token_urlsafe(32)
-        folder = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
-        made = folder / f"equipoise-admin-{os.getpid()}.token"
-        with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token)
+        folder = os.environ.get("XDG_RUNTIME_DIR") or None
+        if folder is not None and not os.access(folder, os.W_OK):  # another user's shell has left it set
+            folder = None
+        # A name of its own: in a container, a killed engine's file has the process id of the next one.
+        made: Path | None = None
+        try:
+            number, name = tempfile.mkstemp(".token", f"equipoise-admin-{os.getpid()}-", folder)  # for this user alone
+            made = Path(name)
+            with os.fdopen(number, "w") as file:
+                file.write(token)
+        except OSError as error:
+            if made is not None:
+                made.unlink()
+            raise ConfigError(
+                f"the admin token cannot be written into {folder or tempfile.gettempdir()}: {error.strerror}; give "
+                "--admin-token-file, or another TMPDIR"
+            ) from None
         return token, made
     try:
         token, mode = path.read_text().strip(), path.stat().st_mode

@@ -83,7 +83,7 @@ class Hardware:
 
     name: str
     source: str
-    flops_per_s: float
+    flops_per_s: float = float("inf")
     shared_flops_per_s: float = float("inf")
     expert_s: float = 0.0
     tile_rows: int = 1
@@ -117,7 +117,9 @@ class Hardware:
     def copy_tokens(self, expert: ExpertSize) -> int:
         """One replica's exposed time in rows of an expert: the balancer's `copy_tokens`, at most its largest."""
         seconds = self.copy_exposed * (self.copy_s + expert.copy_bytes / self.copy_bytes_per_s)
-        return min(round(seconds * self.flops_per_s / expert.flop_per_row), MAX_COPY_TOKENS)
+        if seconds == 0:  # also where rows cost nothing
+            return 0
+        return round(min(seconds * self.flops_per_s / expert.flop_per_row, MAX_COPY_TOKENS))
 
     def to_json(self) -> str:
         """The calibration file's text; infinite rates are left out."""

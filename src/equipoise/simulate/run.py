@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from equipoise.balance.plan import Placement, check_placement, empty_placement
+from equipoise.balance.own_planner import check_own
+from equipoise.balance.plan import Placement, empty_placement
 from equipoise.balance.protocol import Planner, PlannerSettings, check_sizes
 from equipoise.balance.registry import planner_maker
 from equipoise.errors import ConfigError, EquipoiseError
@@ -163,7 +164,7 @@ class _Planning:
             matrix = torch.from_numpy(load_PE.astype(np.int64))
             placement = self._planners[layer](matrix, self.settings)
             if self._is_own:
-                check_placement(placement, matrix.sum(0), self.settings.domain_size)
+                check_own(placement, matrix, self.settings)
             placements.append(placement)
         slots = torch.stack([p.slot_expert for p in placements])
         return Placement(slots, torch.stack([p.quota for p in placements]), P, E)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from equipoise.accelerator import selection_report
+from equipoise.balance_config import BalanceConfig
 from equipoise.distributed.world import World
 from equipoise.kernels import describe_choice
 from equipoise.models.model import MoEForCausalLM
@@ -18,6 +19,19 @@ from equipoise.train.throughput import active_parameters, assumed_peak, flops_pe
 def in_millions(count: float) -> str:
     """A number of parameters in words, such as `1.8 M`; below 0.1 M in thousands."""
     return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count / 1e3:.1f} k"
+
+
+def describe_balancing(balance: BalanceConfig | None, ep_size: int) -> str:
+    """What is balanced, in words, for the log at the start."""
+    if balance is None:
+        return "off" if ep_size == 1 else "off (--balance turns it on)"
+    slots, tolerance = balance.num_redundant_experts_per_rank, balance.tolerance
+    told = f"{balance.planner}, {slots} replica slot{'s' * (slots > 1)} on each rank"
+    if tolerance >= 1:  # perhaps meant in per cent
+        told += (
+            f"; balance.tolerance {tolerance:g} moves nothing below {1 + tolerance:g} times the mean load (0.01 is 1 %)"
+        )
+    return told
 
 
 class StepRecorder:
@@ -59,16 +73,9 @@ class StepRecorder:
             f"batch: {loop.global_batch_size} sequences of {loop.sequence_length} tokens = "
             f"{self.plan.accumulation_steps} microbatches of {self.plan.micro_batch_size} on each rank",
             f"expert kernel: {kernel['grouped_linear']} ({kernel['reason']})",
-            f"balancing: {self._balancing()}",
+            f"balancing: {describe_balancing(self.config.balance, axes.ep)}",
             f"MFU refers to {self.peak.flops / 1e12:.3g} TFLOP/s per rank ({self.peak.source})",
         ]
-
-    def _balancing(self) -> str:
-        balance = self.config.balance
-        if balance is None:
-            return "off" if self.plan.axes.ep == 1 else "off (--balance turns it on)"
-        slots = balance.num_redundant_experts_per_rank
-        return f"{balance.planner}, {slots} replica slot{'s' * (slots > 1)} on each rank"
 
     def record(self, result: StepResult, lr: float, times: dict[str, float]) -> dict[str, Any]:
         """Fields of one step; `times` of `StepTimes.seconds`."""
