@@ -11,7 +11,7 @@ from distributed.harness import RanksFailed, run_ranks
 from equipoise.balance import Balancer
 from equipoise.posttrain.run import check_settings, run_posttraining
 from equipoise.train.config import TrainConfig
-from equipoise.train.load import parse_config
+from equipoise.train.load import load_config, parse_config
 from integration.command import checkpoints, read_metrics, stored
 
 RECIPE = """
@@ -107,6 +107,11 @@ def run(folder: Path, ranks: int = 2, **runs: dict[str, Any]) -> dict[str, list[
     return found | {"planned ahead": [made[0]]}
 
 
+def listed_fields(page: str) -> set[str]:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    return {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
+
+
 def assert_same_training(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
     assert len(got) == len(want) > 1
     for one, other in zip(got, want):
@@ -136,6 +141,12 @@ def test_layout_and_balancing_change_nothing(folder: Path) -> None:
         assert ("eval_reward" in step) == (step["step"] in (2, 3))
         assert {"time_generate_s", "time_switch_s", "generated_tokens_per_second"} <= step.keys()
         assert "mfu" not in step
+        assert listed_fields("posttraining.md") <= step.keys() | {
+            "eval_reward",
+            "eval_answer_tokens_mean",
+            "eval_truncated",
+        }
+        assert step.keys() <= listed_fields("posttraining.md") | listed_fields("metrics.md") | {"layers"}
     assert len({step["reward_mean"] for step in base}) == len(base)  # other answers in each step
     assert all("replay_agreement" not in step for step in found["live"])
     (ahead,) = found["planned ahead"]
@@ -191,3 +202,18 @@ def test_a_reward_that_fails_ends_all_ranks_with_the_sample(folder: Path) -> Non
     text = str(raised.value)
     assert "sometimes_fails raised KeyError: 'no key for aa'. It was given prompt 'aa='" in text
     assert text.count("exit code 1") == 2
+
+
+def demo(folder: Path) -> None:
+    config = load_config(TrainConfig, "posttrain-demo", ["--train.steps", "60", "--train.eval_every", "0"])
+    run_posttraining(config, folder / "demo", ["test"], resume=False)
+
+
+@pytest.mark.slow
+def test_the_demo_learns_from_random_weights(tmp_path: Path) -> None:
+    """From one letter in a hundred to more than one in three, also for prompts that it has never seen."""
+    run_ranks(demo, 2, tmp_path, deadline_s=400, env={"EQUIPOISE_ACCELERATOR": "cpu"})
+    rewards = [record["reward_mean"] for record in read_metrics(tmp_path / "demo")]
+    assert max(rewards[:5]) < 0.03
+    assert min(rewards[-5:]) > 0.35
+    assert read_metrics(tmp_path / "demo")[-1]["eval_reward"] > 0.3

@@ -1,6 +1,7 @@
 """Answers of a step: each rank generates its share, and every rank learns of all answers what decides the update."""
 
 import base64
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -59,6 +60,7 @@ class Answerer:
     ) -> None:
         self.world, self.cycle, self.tokenizer = world, cycle, tokenizer
         self.reward, self.reward_name, self.max_new_tokens = reward, reward_name, max_new_tokens
+        self._reward_s = 0.0
 
     def answer(self, asked: Sequence[Asked], version: str, temperature: float, record: bool) -> Answers:
         """Answers to this rank's share of what is asked. `version`: of the weights. `record`: whether
@@ -74,6 +76,7 @@ class Answerer:
         rows: list[list[float]] = []
         own: dict[int, Sample] = {}
         error: Exception | None = None
+        started = time.perf_counter()
         with self.world.operation("reward"):
             try:
                 for one, result in zip(asked, finished, strict=True):
@@ -84,6 +87,7 @@ class Answerer:
                 error = e
             raise_together(error, self.world)
             gathered = [row for part in gather_json(rows, self.world) for row in part]
+        self._reward_s = time.perf_counter() - started
         return Answers(
             rewards=[float(row[0]) for row in gathered],
             num_tokens=[int(row[1]) for row in gathered],
@@ -93,11 +97,12 @@ class Answerer:
         )
 
     def seconds(self) -> dict[str, float]:
-        """Time of the last `answer`: generating, and changing between trainer and engine."""
+        """Time of the last `answer`: generating, changing between trainer and engine, and the rewards."""
         generate = sum(record.seconds for record in self.cycle.records if record.name == "generate")
         return {
             "time_generate_s": generate,
             "time_switch_s": sum(record.seconds for record in self.cycle.records) - generate,
+            "time_reward_s": self._reward_s,
         }
 
     def _prompt(self, one: Asked, temperature: float, record: bool) -> Prompt:
