@@ -9,6 +9,7 @@ import torch
 
 from distributed.harness import RanksFailed, run_ranks
 from equipoise.balance import Balancer
+from equipoise.observe.reader import open_trace
 from equipoise.posttrain.run import check_settings, run_posttraining
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config, parse_config
@@ -66,6 +67,7 @@ def sometimes_fails(prompt, answer, text):
         raise KeyError("no key for aa")
     return 0
 """
+TRACE = "[trace]\nevery = 1\nmatrices_every = 1"
 BALANCE = "[balance]\nnum_redundant_experts_per_rank = 2\ntolerance = 0.0"
 EVERY_STEP = ("reward_mean", "reward_std", "answer_tokens_mean", "groups_with_signal", "truncated")
 TIMES = ("time_", "tokens_per_second", "generated_tokens", "memory_", "balance_")
@@ -124,11 +126,9 @@ def assert_same_training(got: list[dict[str, Any]], want: list[dict[str, Any]]) 
 
 
 def test_layout_and_balancing_change_nothing(folder: Path) -> None:
-    found = run(
-        folder, ep2={}, ep1={"ep_size": 1}, balanced={"balance": BALANCE}, live={"posttrain": "replay_routes = false"}
-    )
+    found = run(folder, ep2={}, ep1={"ep_size": 1}, balanced={"balance": f"{BALANCE}\n{TRACE}"})
     base = found["ep2"]
-    for name in ("ep1", "balanced", "live"):
+    for name in ("ep1", "balanced"):
         assert_same_training(found[name], base)
     for step in base:
         assert step["groups_with_signal"] > 0.5
@@ -148,10 +148,14 @@ def test_layout_and_balancing_change_nothing(folder: Path) -> None:
         }
         assert step.keys() <= listed_fields("posttraining.md") | listed_fields("metrics.md") | {"layers"}
     assert len({step["reward_mean"] for step in base}) == len(base)  # other answers in each step
-    assert all("replay_agreement" not in step for step in found["live"])
     (ahead,) = found["planned ahead"]
     assert (len(ahead["balanced"]), ahead["ep2"]) == (3 * 2, [])
     assert found["balanced"][0]["balance_copies"] > 0
+    trace = open_trace(folder / "balanced")
+    assert trace.steps() == [1, 2, 3]
+    for step in base:  # a prompt of 3 tokens and an answer but its last, to 2 experts: no generation, nothing twice
+        rows = sum(int(load.load_PE.sum()) for load in trace.loads((step["step"], step["step"])))
+        assert rows == 2 * (step["tokens"] + 2 * round(16 * step["answers_trained"]))
 
 
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -175,6 +179,16 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder: Path) -> Non
     got, want = stored(folder / "again", 4), stored(folder / "whole", 4)
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.slow
+def test_live_routing_is_that_of_generation_in_fp32_and_one_process_gives_the_same(folder: Path) -> None:
+    base = run(folder, base={"steps": 2})["base"]
+    live = run(folder, live={"posttrain": "replay_routes = false", "steps": 2})["live"]
+    alone = run(folder, ranks=1, alone={"ep_size": 1, "steps": 2})["alone"]
+    assert_same_training(live, base)
+    assert_same_training(alone, base)
+    assert all("replay_agreement" not in step for step in live)
 
 
 def test_without_a_signal_nothing_changes(folder: Path) -> None:
