@@ -205,7 +205,7 @@ def test_what_a_reward_does_wrong_names_it_and_the_sample(reward, message: str) 
     ("overrides", "message"),
     [
         (["--posttrain", "none"], "there is no section posttrain"),
-        (["--posttrain.num-generations", "3"], "is 256 answers, which is no multiple of posttrain.num_generations 3 x"),
+        (["--posttrain.num-generations", "3"], "is 512 answers, which is no multiple of posttrain.num_generations 3 x"),
         (["--posttrain.updates-per-step", "3"], "posttrain.updates_per_step 3"),
         (["--posttrain.max-new-tokens", "8"], "also holds the prompt, is 8"),
         (

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from equipoise.distributed.agree import together
 from equipoise.distributed.world import World
 from equipoise.errors import ConfigError
 from equipoise.posttrain.prompts import load_problems
@@ -72,11 +73,12 @@ def run_posttraining(
     """Post-trains `config`, which has the section posttrain, to the end in run folder `out`, or until a signal asks to
     stop, after saving. The arguments are those of `equipoise.train.run.run_training`."""
     configure_logging()
-    assert config.posttrain is not None
-    reward = load_reward(config.posttrain.reward)
-    problems = load_problems(config)
+    settings = config.posttrain
+    assert settings is not None
 
     def make(world: World, stop: StopSignals) -> Trainer:
+        reward = together(lambda: load_reward(settings.reward), world)
+        problems = together(lambda: load_problems(config), world)
         return PosttrainTrainer(config, world, problems, reward, out, stop)
 
     run_trainer(make, config, out, argv, resume, typed, resume_step)

@@ -97,6 +97,10 @@ class PosttrainTrainer(Trainer):
         prompts = loop.global_batch_size // self.settings.num_generations
         return ProblemLoader(self.problems.train, prompts, loop.seed, self.config.data.shuffle)
 
+    def _can_capture(self) -> bool:
+        """Microbatches with recorded experts are launched."""
+        return False
+
     def _learn(self, step: int, lr: float) -> StepResult:
         with self.timer.phase("data"):
             problems: list[Problem] = self.loader.next_problems()
