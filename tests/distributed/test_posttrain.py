@@ -1,18 +1,27 @@
 """Post-training over ranks: the same answers, rewards and updates however they are spread, interrupted or balanced."""
 
+import math
 import shutil
 from pathlib import Path
+from statistics import mean, pstdev
 from typing import Any
 
 import pytest
 import torch
 
 from distributed.harness import RanksFailed, run_ranks
+from equipoise.accelerator import CPUAccelerator
 from equipoise.balance import Balancer
+from equipoise.distributed.world import join_world
 from equipoise.observe.reader import open_trace
+from equipoise.posttrain.generate import Answerer
+from equipoise.posttrain.prompts import load_problems
+from equipoise.posttrain.rewards import load_reward
 from equipoise.posttrain.run import check_settings, run_posttraining
+from equipoise.posttrain.trainer import PosttrainTrainer
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config, parse_config
+from equipoise.train.stop import StopSignals
 from integration.command import checkpoints, read_metrics, stored
 
 RECIPE = """
@@ -26,6 +35,7 @@ head_dim = 8
 moe_intermediate_size = 16
 num_experts = 4
 num_experts_per_tok = 2
+router_aux_loss_coef = 0.0
 mlp_only_layers = [0]
 initializer_range = 0.3
 [posttrain]
@@ -179,6 +189,56 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder: Path) -> Non
     got, want = stored(folder / "again", 4), stored(folder / "whole", 4)
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def one_step(folder: Path) -> dict[str, Any]:
+    """A whole step in one process, and the same from its answers alone: one answer, one token at a time."""
+    config = config_of(folder, reward="rarely", ep_size=1, posttrain="")
+    settings, found = config.posttrain, {}
+    with join_world(CPUAccelerator(), timeout_s=40) as world, StopSignals() as stop:
+        trainer = PosttrainTrainer(config, world, load_problems(config), load_reward(settings.reward), folder, stop)
+        given, answer = [], Answerer.answer
+        Answerer.answer = lambda *args, **options: given.append(answer(*args, **options)) or given[0]
+        for _ in range(10):  # until there are groups with a signal and without
+            given.clear()
+            trainer.timer.start_step()
+            result = trainer._learn(trainer.step + 1, 0.0)
+            trainer.step += 1
+            if 0 < result.further["groups_with_signal"] < 1:
+                break
+        model, (answers,) = trainer.model, given
+        total, count, trained = torch.zeros(()), 0, 0
+        for first in range(0, 16, 4):
+            rewards = answers.rewards[first : first + 4]
+            for number in range(first, first + 4):
+                sample = answers.own[number]
+                if max(rewards) == min(rewards):
+                    continue
+                advantage = (answers.rewards[number] - mean(rewards)) / pstdev(rewards)
+                logits = model(torch.tensor([sample.ids])).logits[0]
+                for place in range(sample.num_prompt, len(sample.ids)):
+                    new = logits[place - 1].log_softmax(-1)[sample.ids[place]]
+                    engine = sample.logprobs[place - sample.num_prompt]
+                    total = total - min(math.exp(new.item() - engine), 2.0) * (new - new.item()).exp() * advantage
+                    count += 1
+                trained += 1
+        (total / count).backward()
+        squares = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+        found = {
+            "loss": total.item() / count,
+            "grad_norm": squares**0.5,
+            "tokens": count,
+            "answers_trained": trained / 16,
+        }
+        got = {"loss": result.loss, "grad_norm": result.grad_norm, "tokens": result.num_tokens} | result.further
+    return {"found": {name: got[name] for name in found}, "wanted": found}
+
+
+def test_a_whole_step_is_that_of_its_answers_taken_one_by_one(folder: Path) -> None:
+    (result,) = run_ranks(one_step, 1, folder, deadline_s=100, env={"EQUIPOISE_ACCELERATOR": "cpu"})
+    assert result["found"] == pytest.approx(result["wanted"], rel=1e-3, abs=1e-6)
+    assert result["wanted"]["tokens"] > 3
+    assert result["wanted"]["grad_norm"] > 0
 
 
 @pytest.mark.slow
