@@ -285,15 +285,15 @@ def test_a_reward_that_fails_ends_all_ranks_with_the_sample(folder: Path) -> Non
 
 
 def demo(folder: Path) -> None:
-    config = load_config(TrainConfig, "posttrain-demo", ["--train.steps", "60", "--train.eval_every", "0"])
+    config = load_config(TrainConfig, "posttrain-demo", ["--train.steps", "80", "--train.eval_every", "0"])
     run_posttraining(config, folder / "demo", ["test"], resume=False)
 
 
 @pytest.mark.slow
 def test_the_demo_learns_from_random_weights(tmp_path: Path) -> None:
-    """From one letter in a hundred to more than one in three, also for prompts that it has never seen."""
+    """From one letter in a hundred to every second one, and some for prompts that it has never seen."""
     run_ranks(demo, 2, tmp_path, deadline_s=400, env={"EQUIPOISE_ACCELERATOR": "cpu"})
     rewards = [record["reward_mean"] for record in read_metrics(tmp_path / "demo")]
     assert max(rewards[:5]) < 0.03
-    assert min(rewards[-5:]) > 0.35
-    assert read_metrics(tmp_path / "demo")[-1]["eval_reward"] > 0.3
+    assert min(rewards[-5:]) > 0.5
+    assert read_metrics(tmp_path / "demo")[-1]["eval_reward"] > 0.2
