@@ -284,8 +284,11 @@ def test_a_reward_that_fails_ends_all_ranks_with_the_sample(folder: Path) -> Non
     assert text.count("exit code 1") == 2
 
 
+DEMO = "--train.steps 80 --train.eval_every 0 --optimizer.min_lr_ratio 0.7"
+
+
 def demo(folder: Path) -> None:
-    config = load_config(TrainConfig, "posttrain-demo", ["--train.steps", "80", "--train.eval_every", "0"])
+    config = load_config(TrainConfig, "posttrain-demo", DEMO.split())
     run_posttraining(config, folder / "demo", ["test"], resume=False)
 
 
@@ -296,4 +299,4 @@ def test_the_demo_learns_from_random_weights(tmp_path: Path) -> None:
     rewards = [record["reward_mean"] for record in read_metrics(tmp_path / "demo")]
     assert max(rewards[:5]) < 0.03
     assert min(rewards[-5:]) > 0.5
-    assert read_metrics(tmp_path / "demo")[-1]["eval_reward"] > 0.2
+    assert read_metrics(tmp_path / "demo")[-1]["eval_reward"] > 0.3
