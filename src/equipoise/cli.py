@@ -1,4 +1,4 @@
-"""The command line: `equipoise train`, `view`, `trace`, `simulate`, `convert`, `serve`, `doctor`, `bench`.
+"""The command line: `equipoise train`, `posttrain`, `view`, `trace`, `simulate`, `convert`, `serve`, `doctor`, `bench`.
 
 torch is imported only by the commands that need it, so that help is quick.
 """
@@ -7,7 +7,7 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -42,6 +42,30 @@ if TYPE_CHECKING:
     from equipoise.train.config import TrainConfig
 
 RUNS = Path("runs")
+
+Out = Annotated[
+    Path | None,
+    typer.Option(show_default="a new folder under runs/", help="Run folder: settings, metrics, checkpoints."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Continue from the newest checkpoint in the run folder, if there is one.",
+    ),
+]
+ResumeStep = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        show_default="the newest",
+        help="Continue from the checkpoint of this step; later ones are set aside, not deleted.",
+    ),
+]
+HelpConfig = Annotated[
+    bool, typer.Option("--help-config", help="Print the settings (of the sections or keys named) and exit.")
+]
+Typed = Annotated[str | None, typer.Option(hidden=True, help="The command line of whoever started this.")]
 
 main = typer.Typer(
     help="Train Mixture-of-Experts language models with expert parallelism.",
@@ -112,36 +136,62 @@ def _train_help() -> str:
 def train(
     context: typer.Context,
     nproc_per_node: NprocPerNode = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(show_default="a new folder under runs/", help="Run folder: settings, metrics, checkpoints."),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume/--no-resume",
-            help="Continue from the newest checkpoint in the run folder, if there is one.",
-        ),
-    ] = True,
-    resume_step: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            show_default="the newest",
-            help="Continue from the checkpoint of this step; later ones are set aside, not deleted.",
-        ),
-    ] = None,
-    help_config: Annotated[
-        bool, typer.Option("--help-config", help="Print the settings (of the sections or keys named) and exit.")
-    ] = False,
-    typed: Annotated[str | None, typer.Option(hidden=True, help="The command line of whoever started this.")] = None,
+    out: Out = None,
+    resume: Resume = True,
+    resume_step: ResumeStep = None,
+    help_config: HelpConfig = False,
+    typed: Typed = None,
 ) -> None:
+    _command("train", context, nproc_per_node, out, resume, resume_step, help_config, typed)
+
+
+_POSTTRAIN_HELP = (
+    "Post-train a model by reinforcement learning with verifiable rewards (GRPO).\n\n"
+    "Each step generates groups of answers to prompts, rewards them by a function, and learns from them; trainer and "
+    "engine have the same processes by turns. RECIPE and settings are those of `equipoise train`, with a section "
+    "posttrain (docs/posttraining.md).\n\n"
+    "\b\nExamples:\n"
+    "  equipoise posttrain posttrain-demo --nproc-per-node 2\n"
+    "  equipoise posttrain my.toml --nproc-per-node 2 --posttrain.prompts math.jsonl --posttrain.reward number_match\n"
+    "  equipoise posttrain --help-config posttrain"
+)
+
+
+@main.command(
+    help=_POSTTRAIN_HELP,
+    short_help="Post-train a model by reinforcement learning (GRPO).",
+    **RECIPE_AND_SETTINGS,
+)
+def posttrain(
+    context: typer.Context,
+    nproc_per_node: NprocPerNode = None,
+    out: Out = None,
+    resume: Resume = True,
+    resume_step: ResumeStep = None,
+    help_config: HelpConfig = False,
+    typed: Typed = None,
+) -> None:
+    _command("posttrain", context, nproc_per_node, out, resume, resume_step, help_config, typed)
+
+
+def _command(
+    name: str,
+    context: typer.Context,
+    nproc_per_node: int | None,
+    out: Path | None,
+    resume: bool,
+    resume_step: int | None,
+    help_config: bool,
+    typed: str | None,
+) -> None:
+    """`train` or `posttrain`."""
     with exit_codes():
         if not (context.args or nproc_per_node or out or help_config):
             typer.echo(f"{context.get_usage()}\n\nRecipes:\n{_listed_recipes()}\n", err=True)
+            demo = "demo" if name == "train" else "posttrain-demo"
             raise ConfigError(
-                "no recipe and no settings: name a recipe, such as `equipoise train demo --nproc-per-node 2`; "
-                "`equipoise train --help` has more"
+                f"no recipe and no settings: name a recipe, such as `equipoise {name} {demo} --nproc-per-node 2`; "
+                f"`equipoise {name} --help` has more"
             )
         root = _root_class()
         if help_config:
@@ -150,7 +200,7 @@ def train(
             typer.echo(describe_settings(read_schema(root), asked))
             return
         typed = typed or shlex.join(["equipoise", *sys.argv[1:]])
-        _train(root, context.args, option_names(context), nproc_per_node, out, resume, resume_step, typed)
+        _train(name, root, context.args, option_names(context), nproc_per_node, out, resume, resume_step, typed)
 
 
 def _root_class() -> "type[BaseModel]":
@@ -160,6 +210,7 @@ def _root_class() -> "type[BaseModel]":
 
 
 def _train(
+    name: str,
     root: "type[BaseModel]",
     arguments: list[str],
     own_options: list[str],
@@ -176,7 +227,7 @@ def _train(
     recipe, overrides = split_recipe(root, arguments)
     config = load_config(root, recipe, overrides, options=own_options)
     count, world_size = launch.choose_worker_count(nproc_per_node)
-    _check_world(config, world_size)
+    _check_world(name, config, world_size)
     joins = launch.has_launcher(os.environ)
     made = not joins and (out is None or not out.exists())
     if out is None:
@@ -184,37 +235,55 @@ def _train(
     options = ["--nproc-per-node", str(count), "--out", str(out), "--resume" if resume else "--no-resume"]
     if resume_step is not None:
         options += ["--resume-step", str(resume_step)]
-    command = ["train", *arguments, *options]
+    command = [name, *arguments, *options]
     run = functools.partial(
-        _run_here, cast("TrainConfig", config), out, ["equipoise", *command], resume, typed, resume_step
+        _run_here, name, cast("TrainConfig", config), out, ["equipoise", *command], resume, typed, resume_step
     )
     with removed_if_empty(out, made):
         if not joins:  # else the ranks look together
             check_run_folder(out, resume, resume_step)
-            _check_start(config, count, out / CHECKPOINTS, resume_step)
+            _check_start(name, config, count, out / CHECKPOINTS, resume_step)
         launch.start(count, [*command, "--typed", typed], run)
 
 
 def _run_here(
-    config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool, typed: str, resume_step: int | None
+    name: str, config: "TrainConfig", out: Path, argv: Sequence[str], resume: bool, typed: str, resume_step: int | None
 ) -> None:
     """Train in this process; a signal that arrives meanwhile ends the command with its exit code."""
-    from equipoise.train.run import run_training
+    run: Callable[..., None]
+    if name == "posttrain":
+        from equipoise.posttrain.run import run_posttraining as run
+    else:
+        from equipoise.train.run import run_training as run
 
     with StopSignals(None if launch.is_own_worker(os.environ) else launch.tell_of_stop) as stop:
-        run_training(config, out, argv, resume, typed, resume_step)
+        run(config, out, argv, resume, typed, resume_step)
     stop.raise_if_requested()
 
 
-def _check_world(config: Any, world_size: int) -> None:
+def _check_world(name: str, config: Any, world_size: int) -> None:
     """Let the configuration refuse a world that it cannot be spread over, before any worker starts."""
     check = getattr(config, "check_world", None)
     if check is not None:
         check(world_size)
+    if name == "posttrain":
+        from equipoise.posttrain.run import check_settings
+
+        check_settings(config, world_size)
+    elif getattr(config, "posttrain", None) is not None:
+        raise ConfigError(
+            "the settings have a section posttrain: run them with `equipoise posttrain`, or give --posttrain none to "
+            "train on text"
+        )
 
 
-def _check_start(config: Any, count: int, checkpoints: Path, resume_step: int | None) -> None:
+def _check_start(name: str, config: Any, count: int, checkpoints: Path, resume_step: int | None) -> None:
     """Let the configuration refuse what can be known before any worker starts."""
+    if name == "posttrain":
+        from equipoise.posttrain.run import check_start
+
+        check_start(config, count, checkpoints, resume_step)
+        return
     check = getattr(config, "check_start", None)
     if check is not None:
         check(count, checkpoints, resume_step)

@@ -19,6 +19,7 @@ from equipoise import cli
 from equipoise.checkpoint.hf import HFMapping, hf_config
 from equipoise.models.config import ModelConfig
 from equipoise.observe.writer import TraceWriter
+from equipoise.posttrain.run import check_settings
 from equipoise.train.config import TrainConfig
 from equipoise.train.load import load_config, parse_config, split_recipe
 from equipoise.train.resolved import to_toml
@@ -147,7 +148,7 @@ def test_commands_parse_and_their_settings_load(page: str, line: str) -> None:
         name, *arguments = arguments
         commands = commands["bench"].commands
     context = commands[name].make_context(name, arguments)
-    if name not in ("train", "balance"):
+    if name not in ("train", "posttrain", "balance"):
         return
     if name == "balance":
         recipe, overrides = split_recipe(TrainConfig, context.args)
@@ -162,7 +163,12 @@ def test_commands_parse_and_their_settings_load(page: str, line: str) -> None:
     config = load_config(TrainConfig, "demo" if placeholder else recipe, overrides)
     if not placeholder:
         workers = number_of(words[:start], "--nproc-per-node") * number_of(words[:start], "--nnodes")
-        config.check_world(context.params["nproc_per_node"] or workers)
+        count = context.params["nproc_per_node"] or workers
+        config.check_world(count)
+        if name == "posttrain":
+            check_settings(config, count)
+        else:
+            assert config.posttrain is None
 
 
 @pytest.mark.usefixtures("shown_files")

@@ -9,7 +9,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "equipoise"
 # Lower layers first. Packages in one tuple are neighbours and may not import each other.
 LAYERS: list[tuple[str, ...]] = [
     ("config", "errors", "files"),
-    ("balance_config", "outputs", "run_files"),
+    ("balance_config", "posttrain_config", "outputs", "run_files"),
     ("accelerator", "kernels"),
     ("distributed",),
     ("symmetric",),
@@ -20,6 +20,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("observe",),
     ("simulate",),
     ("train", "serve"),
+    ("posttrain",),
     ("integrations",),
     ("recipes",),
     ("launch", "options"),

@@ -24,6 +24,7 @@ WORLDS = {
     "qwen3-30b-a3b": [8, 16, 64],
     "continue": [1, 2, 8, 64],
     "sft": [1, 2, 8, 32],
+    "posttrain-demo": [2, 4, 8],
 }
 NAMES = [recipe.name for recipe in list_recipes()]
 

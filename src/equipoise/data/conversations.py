@@ -28,7 +28,9 @@ def read_conversations(config: DataConfig, report: SourceReport) -> Generator[Co
             if not row.get(column):
                 report.note("empty conversations were skipped", where)
                 continue
-            conversation = Conversation(_messages(row[column], column, where), _tools(row.get(TOOLS), where), where)
+            conversation = Conversation(
+                check_messages(row[column], column, where), _tools(row.get(TOOLS), where), where
+            )
             report.num_documents += 1
             report.num_bytes += sum(len(str(m.get("content") or "").encode()) for m in conversation.messages)
             yield conversation
@@ -73,17 +75,18 @@ def _without_none(value: Any) -> Any:
     return [_without_none(v) for v in value] if isinstance(value, list) else value
 
 
-def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
+def check_messages(value: Any, column: str, where: str, setting: str = "data.source") -> list[dict[str, Any]]:
+    """The value, a list of messages. Raises `DataError` for anything else, which names the setting and the place."""
     if not isinstance(value, list):
         raise DataError(
-            f"data.source {where}: {column!r} holds {type(value).__name__}, not a list of messages; expected "
+            f"{setting} {where}: {column!r} holds {type(value).__name__}, not a list of messages; expected "
             '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         )
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             found = f"the fields {', '.join(message)}" if isinstance(message, dict) else type(message).__name__
             raise DataError(
-                f"data.source {where}: message {number} has {found}; expected an object with 'role' and 'content'"
+                f"{setting} {where}: message {number} has {found}; expected an object with 'role' and 'content'"
             )
         content = message.get("content")
         if isinstance(content, str) or (content is None and message.get("tool_calls")):
@@ -93,7 +96,7 @@ def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
             kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in parts or []})
             found = f"parts of the kinds {', '.join(kinds)}" if parts else type(content).__name__
             raise DataError(
-                f"data.source {where}: the content of message {number} ({message['role']}) is {found}; expected text"
+                f"{setting} {where}: the content of message {number} ({message['role']}) is {found}; expected text"
             )
     return value
 

@@ -63,7 +63,7 @@ def build_dataset(
     """
     if sequence_length < 1:
         raise DataError(f"sequence length {sequence_length}: expected at least 1")
-    tokenizer = _fitting_tokenizer(config, vocab_size)
+    tokenizer = fitting_tokenizer(config, vocab_size)
     if config.source == "random":
         size = vocab_size or tokenizer.vocab_size
         train = RandomDataset(size, sequence_length, _RANDOM_TRAIN, seed)
@@ -109,7 +109,7 @@ def check_data(config: DataConfig, sequence_length: int, vocab_size: int, seed: 
     is downloaded here, once."""
     if config.source == "random" or num_local_bytes(config, _SMALL_BYTES) <= _SMALL_BYTES:
         return build_dataset(config, sequence_length, vocab_size=vocab_size, seed=seed)
-    tokenizer = _fitting_tokenizer(config, vocab_size)
+    tokenizer = fitting_tokenizer(config, vocab_size)
     if config.format == "chat":
         load_template(config, tokenizer)
         check_conversations(config)
@@ -118,7 +118,8 @@ def check_data(config: DataConfig, sequence_length: int, vocab_size: int, seed: 
     return None
 
 
-def _fitting_tokenizer(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+def fitting_tokenizer(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+    """The tokenizer of the settings. Raises `DataError` where a model of `vocab_size` does not hold its ids."""
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size and config.source != "random":
         raise DataError(
@@ -141,7 +142,7 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> TokenizedDocumen
             if len(ids):
                 parts += [ids.astype(dtype), end]
                 lengths.append(len(ids) + 1)
-                draw.append(_draw(text))
+                draw.append(text_draw(text))
         if parts:
             chunks.append(np.concatenate(parts))
     tokens = np.concatenate(chunks) if chunks else np.zeros(0, dtype)
@@ -164,7 +165,7 @@ def tokenize_chat(
         conversations, template, tokenizer, sequence_length, config.overlong, report
     ):
         samples += found
-        draw += [_draw(conversation.text)] * len(found)
+        draw += [text_draw(conversation.text)] * len(found)
     if not samples:
         raise DataError(
             f"data.source {config.source!r}: every one of {report.num_documents} conversations is longer than "
@@ -242,7 +243,8 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _draw(text: str) -> float:
+def text_draw(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") / 2**64
 
 

@@ -240,8 +240,11 @@ def _read_jsonl(path: Path, column: str, report: SourceReport) -> Iterator[tuple
         yield _encodable(text or "", where, report), where
 
 
-def jsonl_rows(path: Path, column: str, report: SourceReport) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each line's object, which has `column`, and its place. Raises `DataError` for anything else."""
+def jsonl_rows(
+    path: Path, column: str, report: SourceReport, setting: str = "data.source", column_setting: str = "data.column"
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each line's object, which has `column`, and its place. Raises `DataError` for anything else, which names the two
+    settings."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number}"
@@ -250,13 +253,11 @@ def jsonl_rows(path: Path, column: str, report: SourceReport) -> Iterator[tuple[
             try:
                 row = json.loads(_decode(line, where, report))
             except ValueError as error:
-                raise DataError(
-                    f"data.source {where} is not JSON: {error}. Each line must be one JSON object"
-                ) from error
+                raise DataError(f"{setting} {where} is not JSON: {error}. Each line must be one JSON object") from error
             if not isinstance(row, dict):
-                raise DataError(f"data.source {where}: expected a JSON object, got {type(row).__name__}")
+                raise DataError(f"{setting} {where}: expected a JSON object, got {type(row).__name__}")
             if column not in row:
-                raise _no_column(column, where, list(row))
+                raise no_column(column, where, list(row), setting, column_setting)
             yield row, where
 
 
@@ -285,7 +286,7 @@ def parquet_rows(path: Path, columns: list[str]) -> Iterator[tuple[dict[str, Any
         with pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             if columns[0] not in schema.names:
-                raise _no_column(columns[0], str(path), schema.names)
+                raise no_column(columns[0], str(path), schema.names)
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=[c for c in columns if c in schema.names]):
                 for row in batch.to_pylist():
@@ -304,9 +305,13 @@ def _set_column(texts: list[str]) -> str:
     return f"set data.column to one of {', '.join(texts)}" if texts else "no other column holds text"
 
 
-def _no_column(column: str, where: str, available: list[str]) -> DataError:
+def no_column(
+    column: str, where: str, available: list[str], setting: str = "data.source", column_setting: str = "data.column"
+) -> DataError:
+    """The error of a row without the column."""
     return DataError(
-        f"data.source {where}: no column {column!r}; set data.column to one of {', '.join(available) or '(none there)'}"
+        f"{setting} {where}: no column {column!r}; set {column_setting} to one of "
+        f"{', '.join(available) or '(none there)'}"
     )
 
 

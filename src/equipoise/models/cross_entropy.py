@@ -106,6 +106,45 @@ class _CrossEntropy(torch.autograd.Function):
         )
 
 
+class _LabelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weight_VD, labels_T, chunk, temperature):
+        logprobs_T, lse_T, entropy_T = x_TD.new_empty(3, x_TD.shape[0], dtype=torch.float32)
+        start = 0
+        for x, labels in zip(x_TD.split(chunk), labels_T.split(chunk)):
+            part = slice(start, start := start + x.shape[0])
+            values_TV = F.linear(x, weight_VD).float() / temperature
+            lse_T[part] = values_TV.logsumexp(-1)
+            logprobs_T[part] = values_TV.gather(1, labels.clamp(min=0)[:, None])[:, 0] - lse_T[part]
+            entropy_T[part] = lse_T[part] - (values_TV.softmax(-1) * values_TV).sum(-1)
+        valid_T = labels_T != IGNORED_LABEL
+        logprobs_T, entropy_T = torch.where(valid_T, logprobs_T, 0.0), torch.where(valid_T, entropy_T, 0.0)
+        ctx.mark_non_differentiable(entropy_T)
+        ctx.save_for_backward(x_TD, weight_VD, labels_T, lse_T)
+        ctx.chunk, ctx.temperature = chunk, temperature
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx, grad_T, _):
+        x_TD, weight_VD, labels_T, lse_T = ctx.saved_tensors
+        want_x, want_weight = ctx.needs_input_grad[:2]
+        grad_x = torch.empty_like(x_TD) if want_x else None
+        grad_weight = None
+        scale_T = torch.where(labels_T != IGNORED_LABEL, grad_T / ctx.temperature, 0.0)
+        start = 0
+        for x in x_TD.split(ctx.chunk):
+            part = slice(start, start := start + x.shape[0])
+            logits_TV = F.linear(x, weight_VD)
+            gradient_TV = -torch.exp(logits_TV.float() / ctx.temperature - lse_T[part, None])
+            gradient_TV.scatter_add_(1, labels_T[part, None].clamp(min=0), torch.ones_like(lse_T[part, None]))
+            gradient_TV = (gradient_TV * scale_T[part, None]).to(logits_TV.dtype)
+            if grad_x is not None:
+                torch.mm(gradient_TV, weight_VD, out=grad_x[part])
+            if want_weight:
+                grad_weight = _add_product(grad_weight, gradient_TV.T, x)
+        return grad_x, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None
+
+
 def _add_product(out: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """out += a @ b in FP32, also of 16-bit matrices; without `out`, the product alone. Returns the sum."""
     if a.dtype == torch.float32:
@@ -142,6 +181,18 @@ def cross_entropy_and_logprobs(
     same products. They are 0 at ignored labels; without a temperature there are none."""
     chunk = tokens_at_once(x_TD.shape[0], weight_VD.shape[0], x_TD.device.type)
     return _CrossEntropy.apply(x_TD, weight_VD, labels_T, chunk, temperature)
+
+
+def label_logprobs(
+    x_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 [T] each: the labels' log-probabilities at a temperature, differentiable in x and weight, and the entropies
+    of the distributions (nats), without gradient. Both are 0 at ignored labels.
+
+    For losses that are any function of them. The backward computes the logits again, chunk by chunk.
+    """
+    chunk = tokens_at_once(x_TD.shape[0], weight_VD.shape[0], x_TD.device.type)
+    return _LabelLogprobs.apply(x_TD, weight_VD, labels_T, chunk, temperature)
 
 
 def tokens_at_once(num_tokens: int, vocab_size: int, device_type: str) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from equipoise.distributed.compute_copies import ComputeCopies
 from equipoise.models.attention import document_mask
 from equipoise.models.config import ModelConfig
-from equipoise.models.cross_entropy import IGNORED_LABEL, cross_entropy_and_logprobs
+from equipoise.models.cross_entropy import IGNORED_LABEL, cross_entropy_and_logprobs, label_logprobs
 from equipoise.models.layer import DecoderLayer
 from equipoise.models.mtp import MTPLayer, shift_left, tokens_in_reach
 from equipoise.models.rotary import rotary_tables
@@ -28,8 +28,9 @@ class ModelOutput(NamedTuple):
     loss_sum: float32 scalar, cross-entropy summed over the valid labels (nats); None without labels.
     logits: [B, S, V]; None when labels were given (they are never held whole then).
     routings: one entry per MoE layer that ran, in layer order.
-    logprobs_BS: float32, log-probabilities of the labels at the temperature that was asked for, without gradient; 0 at
-        ignored labels.
+    logprobs_BS: float32, log-probabilities of the labels at the temperature that was asked for; 0 at ignored labels.
+        Without gradient, unless that was asked for.
+    entropy_BS: float32, nats, of the distributions that these are of, without gradient; with them where they have one.
     mtp_loss_sum: float32 scalar, the same sum as `loss_sum` for each multi-token-prediction layer, mean over them; None
         without such layers, without labels, and in evaluation mode: they run for the training loss alone.
     """
@@ -39,6 +40,7 @@ class ModelOutput(NamedTuple):
     routings: list[Routing]
     mtp_loss_sum: torch.Tensor | None = None
     logprobs_BS: torch.Tensor | None = None
+    entropy_BS: torch.Tensor | None = None
 
 
 class Decoder(nn.Module):
@@ -105,16 +107,25 @@ class LMHead(nn.Linear):
     """Output projection, with a loss that never holds more than a bounded number of logits."""
 
     def forward(  # type: ignore[override]
-        self, *hiddens_BSD: torch.Tensor, labels_BS: Sequence[torch.Tensor] = (), temperature: float | None = None
+        self,
+        *hiddens_BSD: torch.Tensor,
+        labels_BS: Sequence[torch.Tensor] = (),
+        temperature: float | None = None,
+        train_logprobs: bool = False,
     ) -> torch.Tensor | list[torch.Tensor]:
         """Logits of one hidden state; with labels for each, the summed cross-entropy of each in FP32. With a
-        temperature the first labels' log-probabilities follow.
+        temperature the first labels' log-probabilities follow. With `train_logprobs` those, with a gradient, and the
+        entropies are all.
 
         One call serves all of a forward: an FSDP unit that holds it reduces its gradient once.
         """
         if not labels_BS:
             (x_BSD,) = hiddens_BSD
             return super().forward(x_BSD)
+        if train_logprobs:
+            assert temperature is not None
+            x_TD = hiddens_BSD[0].flatten(0, 1)
+            return list(label_logprobs(x_TD, self.weight, labels_BS[0].flatten(), temperature))
         sums: list[torch.Tensor] = []
         logprobs: list[torch.Tensor] = []
         for x_BSD, labels in zip(hiddens_BSD, labels_BS, strict=True):
@@ -155,6 +166,7 @@ class MoEForCausalLM(nn.Module):
         microbatch: int = 0,
         replay: RoutingReplay | None = None,
         temperature: float | None = None,
+        train_logprobs: bool = False,
     ) -> ModelOutput:
         """Runs the model.
 
@@ -168,14 +180,21 @@ class MoEForCausalLM(nn.Module):
             replay: recorded experts of this microbatch, to be followed by all layers but those that predict further
                 tokens.
             temperature: with labels, also their log-probabilities at it.
+            train_logprobs: with labels and a temperature, those with a gradient, and entropies, in place of the loss;
+                layers that predict further tokens do not run.
         """
-        depths = self.config.num_nextn_predict_layers if self.training and labels_BS is not None else 0
+        with_loss = labels_BS is not None and not train_logprobs
+        depths = self.config.num_nextn_predict_layers if self.training and with_loss else 0
         reach = tokens_in_reach(input_ids_BS, document_ids_BS, valid_BS, depths)
         hiddens, routings = self.model(
             input_ids_BS, position_ids_BS, document_ids_BS, valid_BS, microbatch, reach, replay
         )
         if labels_BS is None:
             return ModelOutput(None, self.lm_head(*hiddens), routings)
+        if train_logprobs:
+            found = self.lm_head(*hiddens, labels_BS=[labels_BS], temperature=temperature, train_logprobs=True)
+            logprobs_BS, entropy_BS = (values_T.view(labels_BS.shape) for values_T in found)
+            return ModelOutput(None, None, routings, None, logprobs_BS, entropy_BS)
         labels = [labels_BS]
         for reach_BS in reach:
             labels_BS = shift_left(labels_BS, IGNORED_LABEL)

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -154,6 +155,7 @@ class TrainAndGenerate:
         with self._phase("generate"):
             while self._total(engine.num_running + engine.num_waiting):
                 done |= {finished.rid: finished for finished in engine.step()}
+                self.world.watch.progress()
         return [done[prompt.rid] for prompt in prompts]
 
     def _to_engine(self, version: str) -> None:
@@ -169,7 +171,8 @@ class TrainAndGenerate:
             world.accelerator.empty_cache()
         with self._phase("park groups"):
             park(world, *self.holders)
-            self._group = dist.new_group(backend=world.accelerator.world_backend())
+            timeout = timedelta(seconds=world.timeout_s)
+            self._group = dist.new_group(backend=world.accelerator.world_backend(), timeout=timeout)
             bind_group(worker.model, self._group)
         with self._phase("engine memory"):
             worker.do_resume([WEIGHTS, KV_CACHE])

@@ -19,6 +19,7 @@ from equipoise.models.config import ModelConfig
 from equipoise.moe.synthetic import SyntheticRoutingConfig, Workload
 from equipoise.observe.config import TraceConfig
 from equipoise.observe.profiler import ProfilerConfig, check_ranks
+from equipoise.posttrain_config import PosttrainConfig
 from equipoise.train.metrics import MetricsConfig, refuse_missing_packages
 from equipoise.train.optimizer import OptimizerConfig
 from equipoise.train.pretrained import with_pretrained
@@ -74,6 +75,7 @@ class TrainConfig(Config):
     synthetic_routing: SyntheticRoutingConfig | None = None
     trace: TraceConfig | None = None
     profiler: ProfilerConfig | None = None
+    posttrain: PosttrainConfig | None = None
     save_hf: bool = False
     """At the end also writes the model as a Hugging Face folder, `hf` in the run folder, in the dtype of the weights
     that it started from (model.load_from) or else in FP32."""

@@ -150,9 +150,11 @@ class TrainConsole:
 
 
 def describe(record: Mapping[str, Any], eval_loss: float | None, remaining_s: float | None) -> str:
-    """One line for a record: loss, tokens/s, rank imbalance (routed, and as balancing delivers it), the evaluation
-    given, time left."""
+    """One line for a record: loss, or in post-training the reward, tokens/s, rank imbalance (routed, and as balancing
+    delivers it), the evaluation given, time left."""
     parts = []
+    if record.get("reward_mean") is not None:
+        parts.append(f"reward {record['reward_mean']:.3f}")
     if "loss" in record:
         loss = record["loss"]
         parts.append("loss not finite" if loss is None else f"loss {loss:.4f}")
@@ -164,6 +166,8 @@ def describe(record: Mapping[str, Any], eval_loss: float | None, remaining_s: fl
         parts.append(f"imbalance {record['rank_imbalance']:.2f}{evened_out}")
     if eval_loss is not None:
         parts.append(f"eval {eval_loss:.4f}")
+    if record.get("eval_reward") is not None:
+        parts.append(f"eval reward {record['eval_reward']:.3f}")
     if remaining_s is not None:
         parts.append(f"ETA {duration(remaining_s)}")
     return "  ".join(parts)

@@ -23,22 +23,33 @@ def check_start(config: TrainConfig, num_workers: int, checkpoints: Path, resume
     """For a run of `num_workers` ranks on this host, which will look again, together.
 
     Raises:
-        ConfigError: the model is too large for the host's memory. (Of a device it would take some to ask.)
-        CheckpointError: see `check_saved_model`.
+        ConfigError, CheckpointError: see `check_model`.
         DataError: see `check_data` and `check_position`.
     """
-    check_saved_model(config, checkpoints, resume_step)
-    if is_finished(config, checkpoints, resume_step):
+    if not check_model(config, num_workers, checkpoints, resume_step):
         return
-    accelerator = get_accelerator()
-    if accelerator.device_type == "cpu":
-        memory = [device_memory(accelerator, num_workers)] * num_workers
-        refuse_too_large(config, plan_run(config, num_workers), memory, accelerator.device_type)
     if num_workers > 1:  # a single one reads its data at once
         with _without_warnings():
             loop = config.train
             read = check_data(config.data, loop.sequence_length, config.model.vocab_size, loop.seed)
         check_position(config, checkpoints, resume_step, read)
+
+
+def check_model(config: TrainConfig, num_workers: int, checkpoints: Path, resume_step: int | None) -> bool:
+    """The part that is not about data. Returns whether anything is left to train.
+
+    Raises:
+        ConfigError: the model is too large for the host's memory. (Of a device it would take some to ask.)
+        CheckpointError: see `check_saved_model`.
+    """
+    check_saved_model(config, checkpoints, resume_step)
+    if is_finished(config, checkpoints, resume_step):
+        return False
+    accelerator = get_accelerator()
+    if accelerator.device_type == "cpu":
+        memory = [device_memory(accelerator, num_workers)] * num_workers
+        refuse_too_large(config, plan_run(config, num_workers), memory, accelerator.device_type)
+    return True
 
 
 def is_finished(config: TrainConfig, checkpoints: Path, resume_step: int | None) -> bool:

@@ -103,4 +103,4 @@ class StepRecorder:
             fields["z_loss"] = result.z_loss
         if self.config.model.num_nextn_predict_layers:
             fields["mtp_loss"] = result.mtp_loss
-        return fields
+        return fields | result.further

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _LISTED = 5  # names in a message
 _HELD_S = 0.2  # a lock of a run folder that is held for longer is a run's
-_HEADER = HEADER_START + " To repeat it: equipoise train {file}\n\n"
+_HEADER = HEADER_START + " To repeat it: equipoise {command} {file}\n\n"
 
 
 def to_toml(config: BaseModel) -> str:
@@ -90,7 +90,8 @@ def save_resolved(config: BaseModel, run_dir: str | os.PathLike[str], argv: Sequ
     """
     folder = Path(run_dir)
     _make_folder(folder)
-    header = _HEADER.format(file=shlex.quote(str(folder / CONFIG_FILE)))
+    command = "train" if getattr(config, "posttrain", None) is None else "posttrain"
+    header = _HEADER.format(command=command, file=shlex.quote(str(folder / CONFIG_FILE)))
     resolved, described = header + to_toml(config), json.dumps(describe_run(argv, typed), indent=2) + "\n"
     with writing(folder):
         for name, text in ((CONFIG_FILE, resolved), (RUN_FILE, described)):

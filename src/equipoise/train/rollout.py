@@ -85,9 +85,10 @@ class RolloutResult:
 
 
 def collate_samples(
-    samples: Sequence[Sample], length: int, config: ModelConfig, temperature: float = 1.0
+    samples: Sequence[Sample | None], length: int, config: ModelConfig, temperature: float = 1.0
 ) -> tuple[Batch, Rollout]:
-    """A microbatch of answers, one in each sequence, padded behind; labels are the tokens of the outputs.
+    """A microbatch of answers, one in each sequence, padded behind; labels are the tokens of the outputs. None: a
+    sequence of padding, of which all is known.
 
     Raises:
         DataError: a sample is longer than `length` + 1 or has no output, or its logprobs or routes do not fit it; names
@@ -97,6 +98,8 @@ def collate_samples(
     inputs, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED_LABEL)
     logprobs = torch.full(shape, float("nan"))
     for number, sample in enumerate(samples):
+        if sample is None:
+            continue
         rows, first = len(sample.ids) - 1, sample.num_prompt - 1
         if not 0 <= first < rows or rows > length:
             raise DataError(
@@ -111,14 +114,16 @@ def collate_samples(
         inputs[number, :rows], labels[number, first:rows] = ids[:-1], ids[sample.num_prompt :]
         if sample.logprobs is not None:
             logprobs[number, first:rows] = torch.tensor(sample.logprobs)
-    num_tokens = [len(sample.ids) - 1 for sample in samples]
+    num_tokens = [0 if sample is None else len(sample.ids) - 1 for sample in samples]
     valid = torch.arange(length) < torch.tensor(num_tokens)[:, None]
     num_layers = sum(index < config.num_hidden_layers for index in config.moe_layers)
     sizes = (num_layers, config.num_experts, config.num_experts_per_tok)
     replay = None
-    if any(sample.routes is not None for sample in samples):
-        replay = collate_routes([sample.routes for sample in samples], num_tokens, length, *sizes)
-    has_logprobs = any(sample.logprobs is not None for sample in samples)
+    if any(sample is None or sample.routes is not None for sample in samples):
+        nothing = np.zeros((0, num_layers, config.num_experts_per_tok), np.uint8)
+        routes = [nothing if sample is None else sample.routes for sample in samples]
+        replay = collate_routes(routes, num_tokens, length, *sizes)
+    has_logprobs = any(sample is None or sample.logprobs is not None for sample in samples)
     batch = Batch(inputs, labels, None, None, int((labels != IGNORED_LABEL).sum()), 0)
     return batch, Rollout(valid, replay, logprobs if has_logprobs else None, temperature)
 
@@ -150,7 +155,7 @@ def compare(output: ModelOutput, rollout: Rollout, labels_BS: torch.Tensor) -> d
     if rollout.logprobs_BS is not None:
         assert output.logprobs_BS is not None
         counted = ~rollout.logprobs_BS.isnan() & (labels_BS != IGNORED_LABEL)
-        gaps = gap_sums(output.logprobs_BS, rollout.logprobs_BS, counted)
+        gaps = gap_sums(output.logprobs_BS.detach(), rollout.logprobs_BS, counted)
         found |= dict(zip(("gap_tokens", "gap_abs", ROLLOUT_MAX, "gap_kl"), gaps))
     if output.routings:
         found[ROUTER_COUNTS] = torch.stack([r.router_counts_E for r in output.routings]).long()

@@ -49,6 +49,23 @@ def run_training(
         resume_step: continue from the checkpoint of this step instead of the newest.
     """
     configure_logging()
+
+    def make(world: World, stop: StopSignals) -> Trainer:
+        return Trainer(config, world, build_datasets(config, world), out, stop)
+
+    run_trainer(make, config, out, argv, resume, typed, resume_step)
+
+
+def run_trainer(
+    make: Callable[[World, StopSignals], Trainer],
+    config: TrainConfig,
+    out: Path,
+    argv: Sequence[str],
+    resume: bool,
+    typed: str,
+    resume_step: int | None,
+) -> None:
+    """The same with the trainer that `make` returns."""
     with (
         StopSignals() as stop,
         join_world(get_accelerator(), config.parallel.timeout_s) as world,
@@ -58,8 +75,7 @@ def run_training(
         on_rank_0(world, lambda: held.enter_context(hold_run_folder(out)))
         step = finished_step(config, out / CHECKPOINTS, world, resume_step)
         if step is None:
-            datasets = build_datasets(config, world)
-            trainer = Trainer(config, world, datasets, out, stop)
+            trainer = make(world, stop)
             trainer.restore(resume, resume_step)
             # Only now: a run that the checkpoints refuse leaves the settings of the run that wrote them.
             on_rank_0(world, lambda: save_resolved(config, out, argv, typed))

@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens, L MoE layers, E experts, N microbatches of the st
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,10 @@ def run_model(
     microbatch: int = 0,
     rollout: Rollout | None = None,
     valid: torch.Tensor | None = None,
+    train_logprobs: bool = False,
 ) -> ModelOutput:
-    """Moves a batch to the device and computes its summed loss. `rollout`: on the device; `valid`: in place of
+    """Moves a batch to the device and computes its summed loss, or with `train_logprobs` the log-probabilities that
+    another loss is made of, at the rollout's temperature. `rollout`: on the device; `valid`: in place of
     `padding_mask`."""
     valid = padding_mask(batch) if valid is None else valid
     if valid is not None:
@@ -76,8 +78,13 @@ def run_model(
     recorded: dict[str, Any] = {}
     if rollout is not None:
         recorded["replay"] = rollout.replay
-        recorded["temperature"] = None if rollout.logprobs_BS is None else rollout.temperature
+        recorded["temperature"] = rollout.temperature if train_logprobs or rollout.logprobs_BS is not None else None
+        recorded["train_logprobs"] = train_logprobs
     return model(batch.input_ids, batch.labels, batch.position_ids, batch.document_ids, valid, microbatch, **recorded)
+
+
+Objective = Callable[[int, ModelOutput], torch.Tensor]
+"""A loss in place of cross-entropy: from a microbatch's number and its log-probabilities to a sum over tokens."""
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
@@ -98,6 +105,7 @@ class StepResult:
     balance: what balancing made of these loads; None when it is off.
     rollout: how training compares with the rollouts that it was given; None without any.
     router_counts_LE: what the routers would have chosen, where recorded experts were followed instead.
+    further: more fields of the step's record.
     """
 
     loss: float
@@ -114,6 +122,7 @@ class StepResult:
     balance: BalanceResult | None = None
     rollout: RolloutResult | None = None
     router_counts_LE: torch.Tensor | None = None
+    further: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_finite(self) -> bool:
@@ -200,7 +209,11 @@ class TrainStep:
             layer.gate.synthetic = None if workload is None else workload.routing(step, rank)
 
     def forward_backward(
-        self, batches: list[Batch], num_tokens: int, rollouts: Sequence[Rollout] | None = None
+        self,
+        batches: list[Batch],
+        num_tokens: int,
+        rollouts: Sequence[Rollout] | None = None,
+        objective: Objective | None = None,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Accumulates gradients of the step's loss over this rank's microbatches.
 
@@ -211,6 +224,7 @@ class TrainStep:
 
         `rollouts`: what was recorded of each microbatch, on every rank or on none. Recorded experts are followed, with
         the weights and gradients of the live router; auxiliary losses and selection biases see what it would choose.
+        `objective`: the loss, of log-probabilities at the rollouts' temperature, which it needs.
 
         Returns:
             This rank's sums of the losses (already divided, before their weights) and, with rollouts, of what `compare`
@@ -225,10 +239,10 @@ class TrainStep:
         valid: Sequence[torch.Tensor | None] = [None] * len(batches)
         recorded: Sequence[Rollout | None] = [None] * len(batches)
         if rollouts is not None:
-            valid, recorded = self._prepare_rollouts(batches, rollouts)
+            valid, recorded = self.prepare_rollouts(batches, rollouts)
         space = self.model.symmetric_space
         with nullcontext() if space is None else space.abandoned_on_error():
-            self._run_microbatches(batches, valid, recorded, num_tokens, sums, counts)
+            self._run_microbatches(batches, valid, recorded, num_tokens, sums, counts, objective)
         shape = (len(batches), len(self.layers), config.num_experts)
         counts_NLE = torch.stack(counts).long() if counts else torch.zeros(shape, dtype=torch.int64, device=self.device)
         return sums, counts_NLE
@@ -241,11 +255,12 @@ class TrainStep:
         num_tokens: int,
         sums: dict[str, torch.Tensor],
         counts: list[torch.Tensor],
+        objective: Objective | None,
     ) -> None:
         """Adds to `sums` and `counts`."""
         for number, (batch, rollout) in enumerate(zip(batches, recorded)):
             if rollout is not None or not self._replayed(batch, number, num_tokens, sums, counts):
-                self._launched(batch, number, rollout, valid[number], num_tokens, sums, counts)
+                self._launched(batch, number, rollout, valid[number], num_tokens, sums, counts, objective)
 
     def _launched(
         self,
@@ -256,11 +271,14 @@ class TrainStep:
         num_tokens: int,
         sums: dict[str, torch.Tensor],
         counts: list[torch.Tensor],
+        objective: Objective | None,
     ) -> None:
         """Adds a microbatch to `sums` and `counts`. Nothing of its graph is left when this returns: a capture must not
         find what others have put on another stream."""
         with self.timer.phase("forward"), self.operation(f"forward of microbatch {number}"):
-            output = run_model(self.model, batch, self.device, number, rollout, valid)
+            output = run_model(self.model, batch, self.device, number, rollout, valid, objective is not None)
+            if objective is not None:
+                output = output._replace(loss_sum=objective(number, output))
             loss, terms = self._losses(output, num_tokens, batch.num_valid_tokens / num_tokens)
             if output.routings:
                 counts.append(torch.stack([r.counts_E for r in output.routings]))
@@ -313,7 +331,7 @@ class TrainStep:
         loss.backward()
         return Captured({name: term.detach() for name, term in terms.items()}, counts_LE)
 
-    def _prepare_rollouts(
+    def prepare_rollouts(
         self, batches: list[Batch], rollouts: Sequence[Rollout]
     ) -> tuple[list[torch.Tensor], list[Rollout]]:
         """Which tokens take part, and the rollouts on the device; where all of their experts are known, replicas are

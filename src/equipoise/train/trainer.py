@@ -1,12 +1,12 @@
 """The training loop on one rank: steps, evaluation, checkpoints, metrics, and a clean stop."""
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -62,14 +62,31 @@ class _Unlogged(NamedTuple):
     write: Callable[..., None]  # may be given what an evaluation found
 
 
+class StepData(Protocol):
+    """What steps are made from, with a position that a checkpoint holds. See `Loader`."""
+
+    def next_step(self) -> list[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Trainer:
-    """Builds everything that a run needs from its configuration and runs it. Every method is collective."""
+    """Builds everything that a run needs from its configuration and runs it. Every method is collective.
+
+    What a step learns from is in `_make_loader`, `_learn` and `evaluate`, which post-training replaces.
+    """
+
+    loader: StepData
 
     def __init__(
         self,
         config: TrainConfig,
         world: World,
-        datasets: Datasets,
+        datasets: Datasets | None,
         run_dir: Path,
         stop: StopSignals,
     ) -> None:
@@ -102,15 +119,7 @@ class Trainer:
         self._end_check = (lambda: None) if space is None else world.watch.add_check(space.check)
         world.accelerator.manual_seed(loop.seed + world.rank)
         self.optimizer = build_optimizer(self.model, config.optimizer, world.accelerator)
-        self.loader = Loader(
-            datasets.train,
-            loop.global_batch_size,
-            self.plan.micro_batch_size,
-            world.rank,
-            world.size,
-            loop.seed,
-            config.data.shuffle,
-        )
+        self.loader = self._make_loader()
         self.timer = PhaseTimer(world.accelerator)
         self.step_runner = TrainStep(
             self.model,
@@ -197,6 +206,19 @@ class Trainer:
                     break
             self._finish(console)
 
+    def _make_loader(self) -> StepData:
+        assert self.datasets is not None
+        loop = self.config.train
+        return Loader(
+            self.datasets.train,
+            loop.global_batch_size,
+            self.plan.micro_batch_size,
+            self.world.rank,
+            self.world.size,
+            loop.seed,
+            self.config.data.shuffle,
+        )
+
     def _metrics_writer(self) -> AbstractContextManager[MetricsWriter | None]:
         """The writer on rank 0; errors in making it (a missing package) are raised on every rank."""
         writer, error = None, None
@@ -253,12 +275,16 @@ class Trainer:
         always: bool,
         evaluated: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        record = recorder.record(result, lr, times.seconds()) | dict(evaluated)
-        if writer is None or not (always or "eval_loss" in record or step % self.config.metrics.log_every == 0):
+        record = self._record(recorder, result, lr, times) | dict(evaluated)
+        if writer is None or not (always or evaluated or step % self.config.metrics.log_every == 0):
             return
         console.update(writer.write(step, record))
         self.metrics_position = writer.position
         self.last_record = record
+
+    def _record(self, recorder: StepRecorder, result: StepResult, lr: float, times: StepTimes) -> dict[str, Any]:
+        """A step's line of the metrics."""
+        return recorder.record(result, lr, times.seconds())
 
     def _finish(self, console: TrainConsole) -> None:
         files = {
@@ -304,21 +330,13 @@ class Trainer:
         deadline_s = 10 * self.world.timeout_s if is_first else None
         if self.workload is not None:
             self.step_runner.lay_down_routing(self.workload, self.step)
+        loader_state = self.loader.state_dict()
         with self.world.operation(f"step {step}", deadline_s=deadline_s):
             self.timer.start_step()
             if self.trace is not None:
                 self.trace.begin(step)
-            with self.timer.phase("data"):
-                loader_state = self.loader.state_dict()
-                batches = self.loader.next_step()
-            local_tokens = float(sum(b.num_valid_tokens for b in batches))
-            num_tokens = max(1, int(all_reduce_sum([local_tokens], self.world.group)[0]))
-            sums, counts_NLE = self.step_runner.forward_backward(batches, num_tokens)
             lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
-            with self.timer.phase("optimizer"):
-                result = self.step_runner.finish(
-                    sums, counts_NLE, num_tokens, lr, bool(self.stop.requested), self.saver.progress
-                )
+            result = self._learn(step, lr)
             if self.trace is not None:
                 self.trace.end()
             times = self.timer.end_step()
@@ -326,6 +344,18 @@ class Trainer:
             self._refuse_step(step, result, loader_state)
         self.step = step
         return result, lr, times
+
+    def _learn(self, step: int, lr: float) -> StepResult:
+        """Takes the data of a step and makes the update, unless its result is not finite."""
+        with self.timer.phase("data"):
+            batches = self.loader.next_step()
+        local_tokens = float(sum(b.num_valid_tokens for b in batches))
+        num_tokens = max(1, int(all_reduce_sum([local_tokens], self.world.group)[0]))
+        sums, counts_NLE = self.step_runner.forward_backward(batches, num_tokens)
+        with self.timer.phase("optimizer"):
+            return self.step_runner.finish(
+                sums, counts_NLE, num_tokens, lr, bool(self.stop.requested), self.saver.progress
+            )
 
     def _refuse_step(self, step: int, result: StepResult, loader_state: dict[str, Any]) -> None:
         self._log_waiting()
@@ -339,28 +369,25 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Held-out loss per token and per byte; touches nothing that training counts. Empty without held-out data."""
+        assert self.datasets is not None
         if self.datasets.held_out is None:
             return {}
         loop, world = self.config.train, self.world
         loss, tokens, num_bytes = torch.zeros((), device=world.device), 0, 0
         with world.operation(f"step {self.step}: evaluation", deadline_s=10 * world.timeout_s):
-            self.model.eval()
-            for batch in eval_batches(
-                self.datasets.held_out,
-                loop.eval_sequences,
-                self.plan.micro_batch_size,
-                world.rank,
-                world.size,
-            ):
-                output = run_model(self.model, batch, world.device)
-                assert output.loss_sum is not None
-                loss += output.loss_sum
-                tokens += batch.num_valid_tokens
-                num_bytes += batch.num_bytes
-            self.model.train()
-            for module in self.model.modules():  # parameters kept whole for a backward that never comes
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            with self._inference():
+                for batch in eval_batches(
+                    self.datasets.held_out,
+                    loop.eval_sequences,
+                    self.plan.micro_batch_size,
+                    world.rank,
+                    world.size,
+                ):
+                    output = run_model(self.model, batch, world.device)
+                    assert output.loss_sum is not None
+                    loss += output.loss_sum
+                    tokens += batch.num_valid_tokens
+                    num_bytes += batch.num_bytes
             total, tokens_sum, bytes_sum = all_reduce_sum(
                 [loss.double(), torch.tensor(float(tokens), device=world.device), float(num_bytes)],
                 world.group,
@@ -369,6 +396,19 @@ class Trainer:
             "eval_loss": float(total) / max(1.0, float(tokens_sum)),
             "eval_nats_per_byte": float(total) / max(1.0, float(bytes_sum)),
         }
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """For forwards without a backward."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+        for module in self.model.modules():  # parameters kept whole for a backward that never comes
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _state(self, loader_state: dict[str, Any] | None = None) -> TrainingState:
         return TrainingState(

@@ -1,0 +1,1 @@
+"""Reinforcement learning with verifiable rewards, on top of the trainer and the engine."""
