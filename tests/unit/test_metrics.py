@@ -152,7 +152,7 @@ def test_the_page_lists_every_field() -> None:
     written = {*load, *(f"layers.{name}" for name in layers), *timer.finish_step()}
     written |= throughput_metrics(1, 1.0, 1, 1.0, Peak(1.0, "setting")).keys()
     written |= {"step", "loss", "aux_loss", "z_loss", "mtp_loss", "grad_norm", "lr", "tokens", "memory_peak_bytes"}
-    written |= {"eval_loss", "eval_nats_per_byte", "nonfinite"}
+    written |= {"eval_loss", "eval_nats_per_byte", "nonfinite", "time_captured_s"}
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     balance = BalanceResult(torch.ones(1), 1.0, 0.0, 0.0, 0.0, 0.0)

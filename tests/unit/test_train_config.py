@@ -67,6 +67,7 @@ def test_ranks_that_resume_refuse_another_model_too(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(resumed, "_state", lambda: None)
     monkeypatch.setattr(trainer, "choose_checkpoint", lambda *arguments: tmp_path / "step-00000002")
     monkeypatch.setattr(trainer, "load_checkpoint", lambda *arguments: saved)
+    monkeypatch.setattr(trainer, "together", lambda action, world: action())
     resumed.config = TrainConfig.model_validate({"model": {"rope_theta": 2.0}})
     with pytest.raises(CheckpointError, match=r"something else: model\.rope_theta: the checkpoint has 10000\.0"):
         resumed.restore(resume=True)
