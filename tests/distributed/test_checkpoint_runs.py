@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from distributed.harness import observe_ranks, run_ranks
 from distributed.parity import toy_model
+from equipoise import files
 from equipoise.checkpoint.config import CheckpointConfig
 from equipoise.checkpoint.manifest import damage
 from equipoise.checkpoint.shards import LaterWriter
@@ -125,18 +127,18 @@ def test_a_write_that_fails_behind_the_training_ends_it_on_all_ranks_with_one_me
 
 def refuses(target: str, code: int) -> Callable[..., Any]:
     """A system that refuses to write there: tests may run as root, whom permissions do not stop."""
-    write_bytes = Path.write_bytes
+    make = tempfile.TemporaryFile
 
-    def write(path: Path, data: bytes) -> int:
-        if target in str(path):
+    def make_file(dir: Path) -> Any:
+        if target in str(dir):
             raise OSError(code, os.strerror(code))
-        return write_bytes(path, data)
+        return make(dir=dir)
 
-    return write
+    return make_file
 
 
 def into_a_read_only_folder(folder: Path) -> None:
-    Path.write_bytes = refuses("checkpoints", errno.EROFS)  # type: ignore[method-assign, assignment]
+    files.tempfile.TemporaryFile = refuses("checkpoints", errno.EROFS)
     train(folder)
 
 

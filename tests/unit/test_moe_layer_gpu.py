@@ -6,6 +6,7 @@ weights into slots and gradients out of them itself. All that lies between is wh
 Shapes: P ranks of T tokens each, K experts per token, D features, I inner features, M masters and R slots per rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,8 +46,8 @@ class OnePlaysAll:
     def slots(self, name: str) -> torch.Tensor:
         return self.weights[name]
 
-    def coming_slots(self, name: str) -> tuple[torch.Tensor, None]:
-        return self.weights[name], None
+    def coming_slots(self, name: str) -> tuple[torch.Tensor, list[Callable[[], None]]]:
+        return self.weights[name], []
 
     def restore(self) -> None:
         pass

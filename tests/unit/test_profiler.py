@@ -124,7 +124,8 @@ def test_memory_does_not_grow_with_the_run_and_only_the_window_is_in_the_trace(t
                 del tensor
             memory[number] = resident()
             assert [ref() for ref in seen if ref() is not None] == []
-    assert abs(memory[200] - memory[10]) < 64 << 20
+    # One tensor a step would be 3 GB. What the library of the profiler keeps of its first use is some 60 MB.
+    assert memory[200] - memory[10] < 160 << 20
     traces = sorted(tmp_path.glob("*.trace.json.gz"))
     assert [steps_in(read_trace(path)) for path in traces] == [
         [f"train.step {n}" for n in range(start, start + 3)] for start in (12, 132, 72)
