@@ -1,6 +1,7 @@
-"""A whole balanced MoE layer on one GPU, from router to combine and back: no host sync, capturable, right values.
+"""A whole balanced MoE layer on one device, from router to combine and back: right values; on a GPU also no host sync,
+and capturable.
 
-One GPU plays all ranks of an EP group: it holds every master and every slot, plans for each rank in turn, and copies
+One device plays all ranks of an EP group: it holds every master and every slot, plans for each rank in turn, and copies
 weights into slots and gradients out of them itself. All that lies between is what a rank of a real group runs.
 
 Shapes: P ranks of T tokens each, K experts per token, D features, I inner features, M masters and R slots per rank.
@@ -23,12 +24,12 @@ from equipoise.kernels.reroute import reroute_ids
 from equipoise.kernels.triton_support import triton_problem
 from equipoise.moe.router import Router, RouterConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(triton_problem("cuda") is not None, reason="needs Triton"),
-]
-P, M, R, T, K, D, INNER = 8, 4, 1, 512, 4, 256, 128
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(triton_problem(DEVICE.type) is not None, reason="needs Triton")
+DTYPE, CLOSE = (torch.bfloat16, 1.5e-2) if torch.cuda.is_available() else (torch.float32, 1e-5)
+P, M, R = 8 if torch.cuda.is_available() else 2, 4, 1
+T, K, D, INNER = (512, 4, 256, 128) if torch.cuda.is_available() else (8, 4, 32, 16)  # Triton's interpreter is slow
 E = P * M
 
 
@@ -112,18 +113,19 @@ def inputs(seed: int, skew: float) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(P * T, D, generator=generator) + skew * torch.randn(D, generator=generator)
     grad = torch.randn(P * T, D, generator=generator)
-    return x.to("cuda", torch.bfloat16), grad.to("cuda", torch.bfloat16)
+    return x.to(DEVICE, DTYPE), grad.to(DEVICE, DTYPE)
 
 
 @pytest.fixture(scope="module")
 def layer() -> Layer:
-    return Layer().to("cuda", torch.bfloat16)
+    return Layer().to(DEVICE, DTYPE)
 
 
 def close(value: torch.Tensor, reference: torch.Tensor) -> bool:
-    return bool((value.double() - reference.double()).norm() <= 1.5e-2 * reference.double().norm())
+    return bool((value.double() - reference.double()).norm() <= CLOSE * reference.double().norm())
 
 
+@(pytest.mark.gpu if torch.cuda.is_available() else pytest.mark.slow)
 @pytest.mark.parametrize("skew", [0.0, 0.5, 2.0])
 def test_values_and_gradients_are_those_without_balancing(layer: Layer, skew: float) -> None:
     x, grad = inputs(1, skew)
@@ -133,9 +135,11 @@ def test_values_and_gradients_are_those_without_balancing(layer: Layer, skew: fl
     mean = P * T * K / P
     assert after <= before
     assert skew == 0.0 or before > 1.3 * mean
-    assert skew == 2.0 or after <= 1.02 * mean
+    assert skew == 2.0 or after <= 1.02 * mean + 1
 
 
+@pytest.mark.gpu
+@needs_gpu
 def test_forward_and_backward_never_wait_for_the_device(layer: Layer) -> None:
     x, grad = inputs(2, 0.5)
     x.requires_grad_()
@@ -149,6 +153,8 @@ def test_forward_and_backward_never_wait_for_the_device(layer: Layer) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
+@needs_gpu
 def test_one_graph_replays_for_changing_loads(layer: Layer) -> None:
     x, grad = inputs(3, 0.0)
     x.requires_grad_()
